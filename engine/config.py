@@ -1,0 +1,72 @@
+"""EngineConfig: every knob of the engine, with one owner. Frozen; checked before anything is loaded."""
+
+from dataclasses import dataclass
+
+from engine.errors import ConfigError
+
+BLOCK_SIZES = (8, 16, 32, 64)
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How to load and run a model.
+
+    ``model``: a Hugging Face directory. ``device``: cpu or cuda. ``dtype`` auto = the checkpoint's on cuda;
+    on cpu the checkpoint's too. ``block_size`` tokens per KV block. ``num_gpu_blocks`` fixes the KV pool (on either
+    device); else it is sized from free memory: ``gpu_memory_utilization`` of the card on cuda, ``cpu_kv_bytes`` on cpu.
+    ``max_model_len`` None = the model's own context. ``max_num_seqs`` outputs in one batch;
+    ``max_num_batched_tokens`` tokens in one step. ``pipeline_depth`` 1 = plain stepping, 2 = the next step
+    is scheduled before the last one's tokens are known. ``max_queued_requests`` and ``max_queued_tokens``
+    bound the waiting queue. ``num_threads`` torch CPU threads (None = torch's choice).
+    """
+
+    model: str
+    device: str = "cpu"
+    dtype: str = "auto"
+    block_size: int = 16
+    num_gpu_blocks: int | None = None
+    gpu_memory_utilization: float = 0.9
+    cpu_kv_bytes: int = 1 << 30
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    pipeline_depth: int = 2
+    max_queued_requests: int = 1024
+    max_queued_tokens: int = 4 * 1024 * 1024
+    num_threads: int | None = None
+    show_progress: bool = False
+
+    def __post_init__(self) -> None:
+        for holds, message in self._rules():
+            if not holds:
+                raise ConfigError(message)
+
+    def _rules(self) -> list[tuple[bool, str]]:
+        def positive(name: str) -> tuple[bool, str]:
+            value = getattr(self, name)
+            return value is None or value > 0, f"{name} must be positive, got {value}"
+
+        return [
+            (self.device in DEVICES, f"device must be one of {', '.join(DEVICES)}, got {self.device!r}"),
+            (self.dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}"),
+            (self.block_size in BLOCK_SIZES, f"block_size must be one of {BLOCK_SIZES}, got {self.block_size}"),
+            (
+                0 < self.gpu_memory_utilization <= 1,
+                f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}",
+            ),
+            (self.pipeline_depth in (1, 2), f"pipeline_depth must be 1 or 2, got {self.pipeline_depth}"),
+            (
+                self.max_num_batched_tokens >= self.max_num_seqs,
+                f"max_num_batched_tokens {self.max_num_batched_tokens} must be at least "
+                f"max_num_seqs {self.max_num_seqs}: every running output takes one token of a step",
+            ),
+            *(
+                positive(name)
+                for name in (
+                    "num_gpu_blocks", "cpu_kv_bytes", "max_model_len", "max_num_seqs",
+                    "max_num_batched_tokens", "max_queued_requests", "max_queued_tokens", "num_threads",
+                )
+            ),
+        ]
