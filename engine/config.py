@@ -13,13 +13,12 @@ DEVICES = ("cpu", "cuda")
 class EngineConfig:
     """How to load and run a model.
 
-    ``model``: a Hugging Face directory. ``device``: cpu or cuda. ``dtype`` auto = the checkpoint's on cuda;
-    on cpu the checkpoint's too. ``block_size`` tokens per KV block. ``num_gpu_blocks`` fixes the KV pool (on either
+    ``model``: a Hugging Face directory. ``device``: cpu or cuda. ``dtype`` auto = the checkpoint's. ``block_size`` tokens per KV block. ``num_gpu_blocks`` fixes the KV pool (on either
     device); else it is sized from free memory: ``gpu_memory_utilization`` of the card on cuda, ``cpu_kv_bytes`` on cpu.
     ``max_model_len`` None = the model's own context. ``max_num_seqs`` outputs in one batch;
     ``max_num_batched_tokens`` tokens in one step. ``pipeline_depth`` 1 = plain stepping, 2 = the next step
-    is scheduled before the last one's tokens are known. ``max_queued_requests`` and ``max_queued_tokens``
-    bound the waiting queue. ``num_threads`` torch CPU threads (None = torch's choice).
+    is launched before the last one's tokens are known; None = 2 on cuda, and 1 on cpu, where nothing overlaps. ``max_queued_requests`` and ``max_queued_tokens``
+    bound the waiting queue.
     """
 
     model: str
@@ -32,10 +31,9 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
-    pipeline_depth: int = 2
+    pipeline_depth: int | None = None
     max_queued_requests: int = 1024
     max_queued_tokens: int = 4 * 1024 * 1024
-    num_threads: int | None = None
     show_progress: bool = False
 
     def __post_init__(self) -> None:
@@ -56,7 +54,7 @@ class EngineConfig:
                 0 < self.gpu_memory_utilization <= 1,
                 f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}",
             ),
-            (self.pipeline_depth in (1, 2), f"pipeline_depth must be 1 or 2, got {self.pipeline_depth}"),
+            (self.pipeline_depth in (None, 1, 2), f"pipeline_depth must be 1 or 2, got {self.pipeline_depth}"),
             (
                 self.max_num_batched_tokens >= self.max_num_seqs,
                 f"max_num_batched_tokens {self.max_num_batched_tokens} must be at least "
@@ -66,7 +64,7 @@ class EngineConfig:
                 positive(name)
                 for name in (
                     "num_gpu_blocks", "cpu_kv_bytes", "max_model_len", "max_num_seqs",
-                    "max_num_batched_tokens", "max_queued_requests", "max_queued_tokens", "num_threads",
+                    "max_num_batched_tokens", "max_queued_requests", "max_queued_tokens",
                 )
             ),
         ]

@@ -1,0 +1,25 @@
+"""The operations the engine calls, one name each.
+
+Every operation has a plain-torch reference with the same signature in `kernels.reference`; a faster
+implementation for a device is chosen here, by where the tensors are, and nowhere else.
+"""
+
+from kernels.reference.activation import silu_mul
+from kernels.reference.attention import DecodeMeta, PrefillSequence, paged_decode_attention, paged_prefill_attention
+from kernels.reference.cache import copy_blocks, rope_and_store, store_kvcache
+from kernels.reference.linear import linear
+from kernels.reference.norm import add_rmsnorm, rmsnorm
+
+__all__ = [
+    "DecodeMeta",
+    "PrefillSequence",
+    "add_rmsnorm",
+    "copy_blocks",
+    "linear",
+    "paged_decode_attention",
+    "paged_prefill_attention",
+    "rmsnorm",
+    "rope_and_store",
+    "silu_mul",
+    "store_kvcache",
+]
