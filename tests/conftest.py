@@ -1,0 +1,48 @@
+"""Options and fixtures shared by all tests."""
+
+from pathlib import Path
+
+import pytest
+
+MODELS = Path(__file__).resolve().parent.parent / "models"
+COLLECTED = pytest.StashKey[dict[str, int]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device", default="cpu", choices=("cpu", "cuda"), help="where engine and kernel tests run (default: cpu)"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Count what was collected, by folder of tests/, before any of it is deselected."""
+    counts: dict[str, int] = {}
+    for item in items:
+        parts = item.path.relative_to(config.rootpath).parts
+        counts[parts[1]] = counts.get(parts[1], 0) + 1
+    config.stash[COLLECTED] = counts
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> str:
+    """The --device option."""
+    return str(request.config.getoption("--device"))
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir() -> Path:
+    """The converted default model."""
+    return _model_dir("smollm2")
+
+
+@pytest.fixture(scope="session")
+def tiny_dir() -> Path:
+    """The random model for tests that are about serving and not about text."""
+    return _model_dir("tiny")
+
+
+def _model_dir(name: str) -> Path:
+    if not (MODELS / name / "config.json").exists():
+        pytest.fail(f"models/{name} is missing: run `make models`", pytrace=False)
+    return MODELS / name
