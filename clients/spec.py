@@ -9,13 +9,8 @@ from google.protobuf.duration_pb2 import Duration
 from protos.picovllm.inference.v1 import inference_pb2 as pb
 
 
-class Message(TypedDict):
-    """One turn of a chat."""
-
-    role: str
-    content: str
-
-
+# One turn of a chat: {"role": ..., "content": ...}.
+Message = Mapping[str, str]
 Prompt = str | Sequence[int] | Sequence[Message] | pb.Chat
 Seconds = float | timedelta
 
@@ -88,7 +83,7 @@ def build_spec(prompt: Prompt, options: SpecOptions) -> pb.GenerationSpec:
 
 
 def to_chat(messages: Sequence[Message]) -> pb.Chat:
-    return pb.Chat(messages=[pb.ChatMessage(role=turn["role"], content=turn["content"]) for turn in messages])
+    return pb.Chat(messages=[pb.ChatMessage(**turn) for turn in messages])
 
 
 def to_duration(value: Seconds | None) -> Duration | None:
@@ -116,7 +111,7 @@ def _prompt_field(prompt: Prompt) -> dict[str, Any]:
         return {"text": prompt}
     if isinstance(prompt, pb.Chat):
         return {"chat": prompt}
-    if len(prompt) > 0 and isinstance(prompt[0], dict):
+    if len(prompt) > 0 and isinstance(prompt[0], Mapping):
         return {"chat": to_chat(prompt)}  # type: ignore[arg-type]
     if len(prompt) > 0:
         return {"token_ids": pb.TokenIds(ids=prompt)}  # type: ignore[arg-type]
