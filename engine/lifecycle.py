@@ -1,0 +1,189 @@
+"""The lives of requests: admission, tokens, the one terminal event, deadlines. Pure Python, no torch.
+
+Every request that `add` takes gets exactly one `RequestDone`, whatever happens to it.
+"""
+
+import heapq
+import math
+from dataclasses import dataclass, field
+
+from engine.outputs import (
+    Event,
+    FailReason,
+    FinishReason,
+    OutputFinished,
+    PromptLogprobs,
+    RequestDone,
+    Started,
+    Timings,
+    TokenLogprob,
+    TokenOutput,
+    Usage,
+)
+from engine.plan import PlanRow, Sample, StepPlan
+from engine.request import Output, Request, State
+from engine.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the device gave for a plan. ``tokens``, ``is_nan`` and ``logprobs`` go by the plan's samples, in row order;
+    ``prompt_logprobs`` by row number, one record per position of the row's range."""
+
+    tokens: list[int]
+    is_nan: list[bool]
+    logprobs: list[TokenLogprob | None]
+    prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
+
+
+class Lifecycle:
+    """Owns the live requests and the events not yet handed out. Times are monotonic seconds."""
+
+    def __init__(self, scheduler: Scheduler, eos_token_ids: tuple[int, ...]) -> None:
+        self.live: dict[str, Request] = {}
+        self.events: list[Event] = []
+        self.tokens_generated = 0
+        self.tokens_discarded = 0
+        self.prompt_tokens_computed = 0
+        self._scheduler = scheduler
+        self._eos = frozenset(eos_token_ids)
+        self._deadlines: list[tuple[float, int, Request]] = []
+
+    def add(self, request: Request) -> None:
+        """Take over a new request."""
+        self.live[request.id] = request
+        for time in (request.queue_deadline, request.deadline, request.stop_time):
+            if time is not None and math.isfinite(time):
+                heapq.heappush(self._deadlines, (time, request.number, request))
+        self._scheduler.add(request)
+
+    def queued(self) -> list[Request]:
+        """Live requests that have never been scheduled, by arrival."""
+        return [request for request in self.live.values() if request.first_scheduled is None]
+
+    # -- deadlines ----------------------------------------------------------------------------------------------
+
+    def next_deadline(self) -> float | None:
+        """When `expire` has to be called next; None without deadlines."""
+        while self._deadlines and self._deadlines[0][-1].id not in self.live:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def expire(self, now: float) -> None:
+        """End what is over a deadline: hard ones fail, a passed stop time finishes with TIME_LIMIT."""
+        while (time := self.next_deadline()) is not None and time <= now:
+            request = heapq.heappop(self._deadlines)[-1]
+            if request.deadline is not None and request.deadline <= now:
+                self.fail(request, _deadline_reason(request), "the deadline passed", now)
+            elif request.queue_deadline is not None and request.queue_deadline <= now and request.first_scheduled is None:
+                self.fail(request, FailReason.QUEUE_TIMEOUT, "queue_timeout passed before it was scheduled", now)
+            elif request.stop_time is not None and request.stop_time <= now:
+                for output in _unfinished(request):
+                    self._finish(output, FinishReason.TIME_LIMIT, now)
+
+    # -- ends ---------------------------------------------------------------------------------------------------
+
+    def fail(self, request: Request, reason: FailReason, message: str, now: float) -> None:
+        """End the whole request with an error."""
+        for output in _unfinished(request):
+            self._scheduler.finish(output)
+        self._done(request, now, reason, message)
+
+    def finish_output(self, output: Output, token_count: int, now: float) -> None:
+        """End an output at a stop string that its first ``token_count`` tokens complete; later ones do not count."""
+        output.token_ids = output.token_ids[:token_count]
+        output.finish_reason = FinishReason.STOP
+        self._scheduler.finish(output)
+        if output.request.finished:
+            self._done(output.request, now)
+
+    def _finish(
+        self, output: Output, reason: FinishReason, now: float, stop_token_id: int | None = None, is_eos: bool = False
+    ) -> None:
+        output.finish_reason = reason
+        self._scheduler.finish(output)
+        count = len(output.token_ids)
+        self.events.append(OutputFinished(output.request.id, output.index, reason, count, stop_token_id, is_eos))
+        if output.request.finished:
+            self._done(output.request, now)
+
+    def _done(self, request: Request, now: float, error: FailReason | None = None, message: str = "") -> None:
+        del self.live[request.id]
+        usage = Usage(
+            prompt_tokens=len(request.prompt),
+            cached_prompt_tokens=request.cached_prompt_tokens,
+            completion_tokens=tuple(len(output.token_ids) for output in request.outputs),
+            preemptions=request.preemptions,
+        )
+        timings = Timings(request.arrival, request.first_scheduled, request.first_token, now)
+        self.events.append(RequestDone(request.id, usage, timings, error, message))
+
+    # -- steps --------------------------------------------------------------------------------------------------
+
+    def launched(self, plan: StepPlan, now: float) -> None:
+        """A plan is about to run: requests in it for the first time have started."""
+        for output in plan.admitted:
+            request = output.request
+            if request.first_scheduled is None:
+                request.first_scheduled = now
+                prompt_tokens, cached = len(request.prompt), request.cached_prompt_tokens
+                self.events.append(
+                    Started(request.id, now, prompt_tokens, cached, request.seed, request.max_tokens)
+                )
+        self.prompt_tokens_computed += sum(row.count for row in plan.rows if not row.is_decode)
+
+    def commit(self, plan: StepPlan, result: StepResult, now: float) -> None:
+        """Fill the plan's pending tokens and end what they end. Rows of ended outputs or older epochs are dropped."""
+        position = 0
+        for number, row in enumerate(plan.rows):
+            if row.prompt_logprobs is not None and row.output.request.id in self.live:
+                entries = result.prompt_logprobs[number]
+                self.events.append(PromptLogprobs(row.output.request.id, row.prompt_logprobs[0], entries))
+            for sample in row.samples:
+                self._commit_sample(sample, result, position, now)
+                position += 1
+            if row.completes_request:
+                self._complete_scoring(row, now)
+
+    def _commit_sample(self, sample: Sample, result: StepResult, position: int, now: float) -> None:
+        output = sample.output
+        if output.state is State.FINISHED or output.epoch != sample.epoch:
+            self.tokens_discarded += 1
+            return
+        request, token_id = output.request, result.tokens[position]
+        if result.is_nan[position]:
+            message = f"the model gave NaN logits at position {sample.position} of output {output.index}"
+            self.fail(request, FailReason.NAN_LOGITS, message, now)
+            return
+        output.num_pending -= 1
+        output.token_ids.append(token_id)
+        self.tokens_generated += 1
+        if request.first_token is None:
+            request.first_token = now
+        self.events.append(TokenOutput(request.id, output.index, token_id, result.logprobs[position]))
+        self._end_if_stopped(output, token_id, now)
+
+    def _end_if_stopped(self, output: Output, token_id: int, now: float) -> None:
+        request = output.request
+        if token_id in self._eos and not request.params.ignore_eos:
+            self._finish(output, FinishReason.STOP, now, token_id, is_eos=True)
+        elif token_id in request.params.stop_token_ids:
+            self._finish(output, FinishReason.STOP, now, token_id)
+        elif len(output.token_ids) == request.max_tokens:
+            self._finish(output, FinishReason.LENGTH, now)
+
+    def _complete_scoring(self, row: PlanRow, now: float) -> None:
+        """The prompt of a max_tokens = 0 request is computed: that is all it wanted."""
+        if row.output.state is not State.FINISHED and row.output.epoch == row.epoch:
+            for output in _unfinished(row.output.request):
+                self._finish(output, FinishReason.LENGTH, now)
+
+
+def _unfinished(request: Request) -> list[Output]:
+    return [output for output in request.outputs if output.state is not State.FINISHED]
+
+
+def _deadline_reason(request: Request) -> FailReason:
+    if request.first_scheduled is None:
+        return FailReason.DEADLINE_QUEUED
+    return FailReason.DEADLINE_PREFILL if request.first_token is None else FailReason.DEADLINE_DECODE

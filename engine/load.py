@@ -1,0 +1,143 @@
+"""From a model directory to something that runs: config, weights, KV pool, defaults."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError, InvalidRequest, ModelError
+from engine.limits import Limits
+from engine.model.config import ModelConfig, load_model_config, read_json
+from engine.model.loader import DTYPES, load_weights
+from engine.model.transformer import Transformer
+from engine.runner import Runner
+from engine.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    runner: Runner
+    model_config: ModelConfig
+    limits: Limits
+    fingerprint: str
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+    default_sampling: SamplingParams
+    kv_bytes_per_token: int
+
+
+def load_model(config: EngineConfig) -> LoadedModel:
+    """Load weights, size the KV pool from what memory is left, and allocate it."""
+    directory = Path(config.model)
+    if not directory.is_dir():
+        raise ModelError(f"{directory} is not a directory")
+    model_config = load_model_config(directory)
+    generation = directory / "generation_config.json"
+    generation_config = read_json(generation) if generation.exists() else {}
+    eos_token_ids = _eos_token_ids(generation_config, read_json(directory / "config.json"), model_config)
+    default_sampling = _default_sampling(generation, generation_config, model_config)
+    max_model_len = _max_model_len(config, model_config)
+    dtype = _dtype(config, model_config)
+    device = _device(config)
+    weights, fingerprint = load_weights(directory, model_config, DTYPES[dtype], device, config.show_progress)
+    bytes_per_token = kv_bytes_per_token(model_config, DTYPES[dtype])
+    limits = Limits(
+        vocab_size=model_config.vocab_size,
+        max_model_len=max_model_len,
+        num_blocks=_num_blocks(config, model_config, bytes_per_token, max_model_len),
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+    )
+    runner = Runner(
+        Transformer(model_config, weights),
+        num_blocks=limits.num_blocks,
+        block_size=config.block_size,
+        num_slots=config.max_num_seqs,
+        max_model_len=max_model_len,
+        eos_token_ids=eos_token_ids,
+    )
+    return LoadedModel(
+        runner, model_config, limits, fingerprint, dtype, eos_token_ids, default_sampling, bytes_per_token
+    )
+
+
+def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
+    """K and V of one token over all layers."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+
+
+def _device(config: EngineConfig) -> torch.device:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device cuda was asked for, but torch sees no CUDA device; use --device cpu or fix the driver")
+    return torch.device(config.device)
+
+
+def _dtype(config: EngineConfig, model_config: ModelConfig) -> str:
+    dtype = model_config.dtype if config.dtype == "auto" else config.dtype
+    if dtype not in DTYPES:
+        raise ModelError(f"{config.model}: dtype {dtype!r} of config.json is not served; choose one with --dtype")
+    return dtype
+
+
+def _max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
+    limit = model_config.max_position_embeddings
+    wanted = config.max_model_len or limit
+    if wanted > limit:
+        raise ConfigError(f"max_model_len {wanted} is above the model's max_position_embeddings {limit}")
+    return wanted
+
+
+def _num_blocks(config: EngineConfig, model_config: ModelConfig, bytes_per_token: int, max_model_len: int) -> int:
+    """As asked for; else what the memory budget holds, but no more than all seats could ever fill."""
+    if config.num_gpu_blocks is not None:
+        return config.num_gpu_blocks
+    budget = config.cpu_kv_bytes if config.device == "cpu" else _free_cuda_bytes(config, model_config)
+    blocks = budget // (bytes_per_token * config.block_size)
+    if blocks < 1:
+        raise ConfigError(
+            f"no memory is left for KV blocks ({max(budget, 0)} bytes); raise the memory budget "
+            "or lower max_num_batched_tokens, max_num_seqs or the model's size"
+        )
+    return min(blocks, config.max_num_seqs * -(-max_model_len // config.block_size))
+
+
+def _free_cuda_bytes(config: EngineConfig, model_config: ModelConfig) -> int:
+    """The card's share we may use, less what is in use now, less room for a step's activations and logits."""
+    free, total = torch.cuda.mem_get_info()
+    widest = 4 * model_config.intermediate_size + 4 * model_config.hidden_size
+    activations = config.max_num_batched_tokens * widest * 4
+    logits = config.max_num_seqs * model_config.vocab_size * 4 * 8
+    return int(total * config.gpu_memory_utilization) - (total - free) - activations - logits
+
+
+def _eos_token_ids(generation: dict[str, Any], raw: dict[str, Any], model_config: ModelConfig) -> tuple[int, ...]:
+    value = generation.get("eos_token_id", raw.get("eos_token_id"))
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    for token_id in ids:
+        if not isinstance(token_id, int) or not 0 <= token_id < model_config.vocab_size:
+            raise ModelError(f"eos_token_id {token_id!r} is outside the vocabulary of {model_config.vocab_size}")
+    return tuple(ids)
+
+
+def _default_sampling(path: Path, generation: dict[str, Any], model_config: ModelConfig) -> SamplingParams:
+    """What a request gets that sets nothing. Without ``do_sample`` the model's authors mean greedy."""
+    if not generation.get("do_sample", False):
+        return SamplingParams(temperature=0.0, repetition_penalty=float(generation.get("repetition_penalty") or 1.0))
+    params = SamplingParams(
+        temperature=float(_or(generation.get("temperature"), 1.0)),
+        top_p=float(_or(generation.get("top_p"), 1.0)),
+        top_k=int(_or(generation.get("top_k"), 0)),
+        min_p=float(_or(generation.get("min_p"), 0.0)),
+        repetition_penalty=float(_or(generation.get("repetition_penalty"), 1.0)),
+    )
+    try:
+        params.check(model_config.vocab_size)
+    except InvalidRequest as error:
+        raise ModelError(f"{path}: {error}") from None
+    return params
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value

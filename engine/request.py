@@ -1,0 +1,122 @@
+"""A request and its outputs, from submit to finish. Pure Python, no torch.
+
+State is an inequality, not a phase flag: ``num_computed_tokens <= num_tokens``. Prefill, chunked prefill and resuming
+after preemption are all "computed < total"; decoding is "one token behind".
+"""
+
+from enum import Enum
+
+from engine.block_manager import PagedKVCache
+from engine.outputs import FinishReason
+from engine.sampling_params import SamplingParams
+
+
+class State(Enum):
+    """Where an output stands with the scheduler. FORKED waits, seated, for the first output's prefill."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FORKED = "forked"
+    FINISHED = "finished"
+
+
+class Request:
+    """What the client asked for, and its ``n`` outputs. Owned by the scheduler; everybody else reads."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: list[int],
+        params: SamplingParams,
+        seed: int,
+        max_tokens: int,
+        number: int,
+        arrival: float,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        deadline: float | None = None,
+        queue_deadline: float | None = None,
+        stop_time: float | None = None,
+    ) -> None:
+        self.id = request_id
+        self.prompt = prompt
+        self.params = params
+        self.seed = seed
+        self.max_tokens = max_tokens
+        self.number = number  # order of arrival; unique
+        self.arrival = arrival
+        self.priority = priority
+        self.tenant = tenant
+        self.deadline = deadline  # hard: the request fails
+        self.queue_deadline = queue_deadline  # hard while never scheduled
+        self.stop_time = stop_time  # soft: finishes with TIME_LIMIT
+        self.first_scheduled: float | None = None
+        self.first_token: float | None = None
+        self.preemptions = 0
+        self.cached_prompt_tokens = 0
+        self.prompt_logprobs_sent = 0
+        self.outputs = [Output(self, index) for index in range(params.n)]
+
+    @property
+    def finished(self) -> bool:
+        return all(output.state is State.FINISHED for output in self.outputs)
+
+    @property
+    def seats(self) -> int:
+        """Places in the batch its outputs take (or will take) together."""
+        return self.params.n
+
+    def prompt_logprobs_due(self, upto: int) -> int:
+        """Prompt positions below ``upto`` whose logprobs the client has not been given yet."""
+        if self.params.prompt_logprobs is None:
+            return 0
+        return max(min(upto, len(self.prompt)) - self.prompt_logprobs_sent, 0)
+
+
+class Output:
+    """One of the n sequences of a request: prompt, then generated tokens.
+
+    ``token_ids`` are committed; ``num_pending`` more are sampled on the device and not yet known here (0 to
+    depth). ``epoch`` grows whenever a launched row must no longer count; commit drops rows of an older epoch.
+    """
+
+    def __init__(self, request: Request, index: int) -> None:
+        self.request = request
+        self.index = index
+        self.state = State.WAITING
+        self.token_ids: list[int] = []
+        self.num_pending = 0
+        self.num_computed_tokens = 0
+        self.epoch = 0
+        self.slot = -1
+        self.cache: PagedKVCache | None = None
+        self.finish_reason: FinishReason | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.request.prompt) + self.num_output_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Generated tokens, those still on the device included."""
+        return len(self.token_ids) + self.num_pending
+
+    @property
+    def wants_step(self) -> bool:
+        """Something is left to compute: not when its last token is already being sampled."""
+        if self.num_output_tokens >= max(self.request.max_tokens, 1):
+            return False
+        return self.num_computed_tokens < self.num_tokens
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self.num_computed_tokens < len(self.request.prompt)
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Committed token ids at positions ``[start, stop)``."""
+        prompt = self.request.prompt
+        if stop <= len(prompt):
+            return prompt[start:stop]
+        head = prompt[start:] if start < len(prompt) else []
+        return head + self.token_ids[max(start - len(prompt), 0) : stop - len(prompt)]

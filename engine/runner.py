@@ -1,0 +1,97 @@
+"""The runner: weights, KV tensors and sampling of one device. Takes plans, gives tokens."""
+
+import torch
+from torch import Tensor
+
+from engine.batch import BatchBuilder, StepInputs
+from engine.lifecycle import StepResult
+from engine.model.rope import cos_sin_table
+from engine.model.transformer import Transformer
+from engine.outputs import TokenLogprob
+from engine.plan import StepPlan
+from engine.request import Output
+from engine.sampler import Sampled, Sampler, logprob_records, sampled_logprobs
+from engine.sampling_state import SamplingState
+from kernels import ops
+
+# Rows of prompt logits made at once: bounds their memory to this many rows of the vocabulary.
+PROMPT_LOGITS_ROWS = 256
+
+
+class StepHandle:
+    """A launched step. `wait` blocks until its tokens are on the host."""
+
+    def __init__(self, sampled: Sampled | None, inputs: StepInputs, prompt: dict[int, tuple[TokenLogprob, ...]]) -> None:
+        self._sampled, self._inputs, self._prompt = sampled, inputs, prompt
+
+    def wait(self) -> StepResult:
+        if self._sampled is None:
+            return StepResult([], [], [], self._prompt)
+        return StepResult(
+            tokens=self._sampled.tokens_R.tolist(),
+            is_nan=self._sampled.best_R.isnan().tolist(),
+            logprobs=sampled_logprobs(self._sampled, self._inputs.samples),
+            prompt_logprobs=self._prompt,
+        )
+
+
+class Runner:
+    """Owns the model, the paged KV cache [L, 2, blocks, block_size, K, D] and the per-slot sampling state."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_slots: int,
+        max_model_len: int,
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
+        config, embedding = model.config, model.weights.embedding_VH
+        device, dtype = embedding.device, embedding.dtype
+        self._model = model
+        shape = (config.num_layers, 2, num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        # Unwritten KV is never read, so it need not be cleared.
+        self.kv_cache = torch.empty(shape, dtype=dtype, device=device)
+        self._state = SamplingState(num_slots, config.vocab_size, eos_token_ids, device)
+        self._sampler = Sampler(self._state, eos_token_ids)
+        cos_sin = cos_sin_table(config, max_model_len).to(device)
+        self._builder = BatchBuilder(self._state, cos_sin, dtype, block_size)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """Start a step: slot states, block copies, forward, sampling, in this order."""
+        for output in plan.admitted:
+            self._admit(output)
+        if plan.copies:
+            self._copy_blocks(plan.copies)
+        inputs = self._builder.build(plan)
+        hidden_TH = self._model.hidden_states(inputs.forward, self.kv_cache)
+        prompt = {number: self._prompt_records(plan, number, hidden_TH, *inputs.prompt_rows[number])
+                  for number in inputs.prompt_rows}
+        sampled = None
+        if inputs.samples:
+            logits_RV = self._model.logits(hidden_TH.index_select(0, inputs.sample_rows))
+            sampled = self._sampler.sample(logits_RV, inputs.samples)
+        return StepHandle(sampled, inputs, prompt)
+
+    def _admit(self, output: Output) -> None:
+        self._state.admit(output)
+
+    def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        sources, destinations = torch.tensor(copies, device=self.kv_cache.device).unbind(1)
+        ops.copy_blocks(self.kv_cache, sources, destinations)
+
+    def _prompt_records(
+        self, plan: StepPlan, number: int, hidden_TH: Tensor, flat_rows: Tensor, token_ids: Tensor
+    ) -> tuple[TokenLogprob, ...]:
+        row = plan.rows[number]
+        assert row.prompt_logprobs is not None
+        request = row.output.request
+        top = request.params.prompt_logprobs or 0
+        records = [TokenLogprob(request.prompt[0], None, None)] if row.prompt_logprobs[0] == 0 else []
+        for rows, ids in zip(flat_rows.split(PROMPT_LOGITS_ROWS), token_ids.split(PROMPT_LOGITS_ROWS), strict=True):
+            if len(rows):
+                records += logprob_records(self._model.logits(hidden_TH.index_select(0, rows)), ids, top)
+        return tuple(records)
