@@ -8,7 +8,6 @@ from google.protobuf.duration_pb2 import Duration
 
 from protos.picovllm.inference.v1 import inference_pb2 as pb
 
-
 # One turn of a chat: {"role": ..., "content": ...}.
 Message = Mapping[str, str]
 Prompt = str | Sequence[int] | Sequence[Message] | pb.Chat

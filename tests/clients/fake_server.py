@@ -10,6 +10,7 @@ from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
 from protos.picovllm.admin.v1 import admin_pb2 as admin
@@ -29,6 +30,7 @@ class FakeInference(InferenceServiceServicer):
     def __init__(self) -> None:
         self.requests: list[Any] = []
         self.attempts = 0
+        self.fail_next = False  # refuse one Stream as full
         self.deadlines: list[float | None] = []
         self.cancelled = threading.Event()
 
@@ -44,6 +46,9 @@ class FakeInference(InferenceServiceServicer):
         self._see(request, context)
         context.add_callback(self.cancelled.set)
         _fail_if_asked(request.spec.text, context)
+        if self.fail_next:
+            self.fail_next = False
+            _fail_if_asked("full", context)
         turns = request.spec.chat.messages
         endless = "forever" in (request.spec.text or (turns[-1].content if turns else ""))
         yield pb.StreamResponse(started=pb.Started(request_id="r1", model="fake", prompt_tokens=5, max_tokens=99))
@@ -132,8 +137,15 @@ class FakeServer:
         self._server = grpc.server(futures.ThreadPoolExecutor(8))
         add_InferenceServiceServicer_to_server(self.inference, self._server)
         add_AdminServiceServicer_to_server(self.admin, self._server)
+        self._health = health.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self.set_ready(True)
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         self._server.start()
+
+    def set_ready(self, ready: bool) -> None:
+        state = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
+        self._health.set("picovllm.inference.v1.InferenceService", state)
 
     def stop(self) -> None:
         self._server.stop(0.2).wait()

@@ -110,6 +110,14 @@ def test_no_server_is_an_error_without_reason() -> None:
     assert (failure.value.code, failure.value.reason) == (grpc.StatusCode.UNAVAILABLE, "")
 
 
+def test_a_server_that_is_not_ready_is_not_asked(server: FakeServer) -> None:
+    server.set_ready(False)
+    with PicoClient(server.address) as client, pytest.raises(PicoError) as failure:
+        client.generate("hi", timeout=10)
+    assert failure.value.code == grpc.StatusCode.UNAVAILABLE
+    assert server.inference.requests == []
+
+
 def test_admin(server: FakeServer) -> None:
     with AdminClient(server.address) as client:
         assert client.status().state == admin.INSTANCE_STATE_SERVING
