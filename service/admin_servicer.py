@@ -1,0 +1,200 @@
+"""AdminService: the handlers. State lives in Instance, Drainer, Registry and the engine; this only shows and asks."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import grpc
+
+from engine.outputs import EngineLoad
+from protos.picovllm.admin.v1 import admin_pb2 as pb
+from protos.picovllm.admin.v1 import admin_pb2_grpc
+from service import admin_messages as messages
+from service.calls import answer
+from service.drain import Drainer
+from service.errors import Reason, ServiceError, field_errors
+from service.log_levels import LogLevels
+from service.runtime import Runtime
+from service.validate import duration_seconds
+from service.wire import RequestList
+
+log = logging.getLogger(__name__)
+Context = grpc.aio.ServicerContext
+MAX_REASON_BYTES = 256
+T = TypeVar("T")
+_LEVELS = {
+    pb.LOG_LEVEL_DEBUG: logging.DEBUG,
+    pb.LOG_LEVEL_INFO: logging.INFO,
+    pb.LOG_LEVEL_WARNING: logging.WARNING,
+    pb.LOG_LEVEL_ERROR: logging.ERROR,
+}
+
+
+class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
+    def __init__(self, runtime: Runtime, drainer: Drainer, workers: messages.Workers) -> None:
+        self._runtime = runtime
+        self._drainer = drainer
+        self._workers = workers
+        self._levels = LogLevels(runtime.engine.set_level)
+
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
+        return pb.GetStatusResponse(status=self._status())
+
+    async def WatchStatus(self, request: pb.WatchStatusRequest, context: Context) -> None:
+        instance = self._runtime.instance
+        while True:
+            ended, changed = instance.ended, asyncio.ensure_future(instance.changed())
+            try:
+                await context.write(pb.WatchStatusResponse(status=self._status()))
+                if ended:
+                    return
+                await changed
+            finally:
+                changed.cancel()
+
+    async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.GetLoadResponse:
+        async def body() -> pb.GetLoadResponse:
+            load = await self._load()
+            return messages.load_message(load, self._runtime.history.rates(load))
+
+        return await self._answer(context, "GetLoad", body)
+
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+        async def body() -> pb.DrainResponse:
+            found: list[tuple[str, str]] = []
+            lame_duck = _not_negative(request, "lame_duck", found)
+            timeout = _not_negative(request, "timeout", found)
+            if len(request.reason.encode()) > MAX_REASON_BYTES:
+                found.append(("reason", f"at most {MAX_REASON_BYTES} bytes"))
+            _refuse(found)
+            self._drainer.drain(lame_duck, timeout, request.reason)
+            return pb.DrainResponse(status=self._status())
+
+        return await self._answer(context, "Drain", body)
+
+    async def Undrain(self, request: pb.UndrainRequest, context: Context) -> pb.UndrainResponse:
+        async def body() -> pb.UndrainResponse:
+            self._drainer.undrain()
+            return pb.UndrainResponse(status=self._status())
+
+        return await self._answer(context, "Undrain", body)
+
+    async def Shutdown(self, request: pb.ShutdownRequest, context: Context) -> pb.ShutdownResponse:
+        async def body() -> pb.ShutdownResponse:
+            found: list[tuple[str, str]] = []
+            timeout = _not_negative(request, "timeout", found)
+            if request.immediate and request.HasField("timeout"):
+                found.append(("timeout", "is not possible beside immediate"))
+            if request.scope not in (pb.SHUTDOWN_SCOPE_UNSPECIFIED, pb.SHUTDOWN_SCOPE_INSTANCE):
+                found.append(("scope", f"unknown value {request.scope}"))
+            _refuse(found)
+            self._drainer.shutdown(timeout, immediate=request.immediate, reason="shut down by an administrator")
+            return pb.ShutdownResponse(status=self._status())
+
+        return await self._answer(context, "Shutdown", body)
+
+    async def ListRequests(self, request: pb.ListRequestsRequest, context: Context) -> pb.ListRequestsResponse:
+        async def body() -> pb.ListRequestsResponse:
+            known = await self._known_requests()
+            by_serial = dict(zip(known.serials, known.requests, strict=True))
+            calls = sorted(self._runtime.registry, key=lambda call: call.arrival)
+            return pb.ListRequestsResponse(
+                requests=[messages.request_message(call, by_serial.get(call.serial or 0)) for call in calls]
+            )
+
+        return await self._answer(context, "ListRequests", body)
+
+    async def CancelRequests(self, request: pb.CancelRequestsRequest, context: Context) -> pb.CancelRequestsResponse:
+        async def body() -> pb.CancelRequestsResponse:
+            response = pb.CancelRequestsResponse()
+            for request_id in self._asked_ids(request):
+                call = self._runtime.registry.find(request_id)
+                if call is None:
+                    response.unknown_ids.append(request_id)
+                    continue
+                call.fail(ServiceError(Reason.ADMIN_CANCELLED, "cancelled by an administrator"))
+                response.cancelled_ids.append(request_id)
+            return response
+
+        return await self._answer(context, "CancelRequests", body)
+
+    async def SetLogLevel(self, request: pb.SetLogLevelRequest, context: Context) -> pb.SetLogLevelResponse:
+        async def body() -> pb.SetLogLevelResponse:
+            found: list[tuple[str, str]] = []
+            if request.level not in _LEVELS:
+                found.append(("level", "must be one of DEBUG, INFO, WARNING, ERROR"))
+            ttl = duration_seconds(request.ttl, "ttl", found) if request.HasField("ttl") else None
+            if ttl is not None and ttl <= 0:
+                found.append(("ttl", f"must be positive, got {ttl:g} s"))
+            _refuse(found)
+            previous = self._levels.set(request.logger, _LEVELS[request.level], ttl)
+            return pb.SetLogLevelResponse(previous_level=messages.log_level(previous))
+
+        return await self._answer(context, "SetLogLevel", body)
+
+    async def GetMetrics(self, request: pb.GetMetricsRequest, context: Context) -> pb.GetMetricsResponse:
+        async def body() -> pb.GetMetricsResponse:
+            runtime = self._runtime
+            load = await self._load() if runtime.engine.model is not None and not runtime.engine.lost else None
+            gauges = {
+                "ready": (float(runtime.instance.ready), "Whether the instance is ready for requests."),
+                "live_requests": (float(len(runtime.registry)), "Requests accepted and not ended."),
+                "output_buffer_bytes": (float(runtime.budget.used_bytes), "Output that waits for slow readers."),
+            }
+            return pb.GetMetricsResponse(text=runtime.metrics.text(gauges, load))
+
+        return await self._answer(context, "GetMetrics", body)
+
+    def _status(self) -> pb.Status:
+        return messages.status_message(self._runtime, self._workers)
+
+    def _asked_ids(self, request: pb.CancelRequestsRequest) -> list[str]:
+        kind = request.WhichOneof("target")
+        if kind == "ids" and request.ids.ids:
+            return list(dict.fromkeys(request.ids.ids))
+        if kind == "all" and request.all:
+            return [call.request_id for call in self._runtime.registry]
+        problem = {"ids": ("ids.ids", "must hold at least one id"), "all": ("all", "only true is a value")}
+        raise field_errors([problem.get(kind or "", ("target", "set one of ids and all"))])
+
+    async def _load(self) -> EngineLoad:
+        self._require_model()
+        try:
+            return await self._runtime.engine.load()
+        except (TimeoutError, ConnectionError) as error:
+            raise _silent_engine() from error
+
+    async def _known_requests(self) -> RequestList:
+        self._require_model()
+        try:
+            return await self._runtime.engine.list_requests()
+        except (TimeoutError, ConnectionError) as error:
+            raise _silent_engine() from error
+
+    def _require_model(self) -> None:
+        """Raises `ServiceError` while the engine is loading: it answers nothing then."""
+        _ = self._runtime.model
+
+    async def _answer(self, context: Context, method: str, body: Callable[[], Awaitable[T]]) -> T:
+        return await answer(context, method, self._runtime.metrics, body)
+
+
+def _refuse(found: list[tuple[str, str]]) -> None:
+    if found:
+        raise field_errors(found)
+
+
+def _silent_engine() -> ServiceError:
+    return ServiceError(Reason.WORKER_LOST, "the engine process does not answer")
+
+
+def _not_negative(
+    request: pb.DrainRequest | pb.ShutdownRequest, name: str, found: list[tuple[str, str]]
+) -> float | None:
+    if not request.HasField(name):
+        return None
+    value = duration_seconds(getattr(request, name), name, found)
+    if value is not None and value < 0:
+        found.append((name, f"must not be negative, got {value:g} s"))
+    return value

@@ -1,0 +1,111 @@
+"""Metrics in the Prometheus text format, version 0.0.4.
+
+Written by hand: one counter family, three histograms and a few gauges are less code than the glue to a client
+library, and need no further dependency.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+
+from engine.outputs import EngineLoad
+from service.errors import ServiceError
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
+_PREFIX = "picovllm"
+
+
+class Histogram:
+    """Counts of observations by upper bound, as Prometheus wants them."""
+
+    def __init__(self, bounds: tuple[float, ...] = _SECONDS) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def lines(self, name: str) -> Iterable[str]:
+        total = 0
+        for bound, count in zip((*map(repr, self._bounds), "+Inf"), self._counts, strict=True):
+            total += count
+            yield f'{name}_bucket{{le="{bound}"}} {total}'
+        yield f"{name}_sum {self._sum!r}"
+        yield f"{name}_count {total}"
+
+
+class Metrics:
+    """What the front counts. Gauges are passed in when the text is made."""
+
+    def __init__(self) -> None:
+        self._calls: dict[tuple[str, str, str], int] = {}
+        self._prompt_tokens = 0
+        self._completion_tokens = 0
+        self._histograms = {
+            "time_to_first_token_seconds": (Histogram(), "From receipt until the first token."),
+            "queue_seconds": (Histogram(), "From receipt until first scheduled."),
+            "request_seconds": (Histogram(), "From receipt until the end, of requests that finished."),
+        }
+
+    def call_ended(self, method: str, error: ServiceError | None) -> None:
+        key = (method, "OK", "") if error is None else (method, error.code.name, error.reason.value)
+        self._calls[key] = self._calls.get(key, 0) + 1
+
+    def request_finished(
+        self, prompt_tokens: int, completion_tokens: int, queue: float | None, first_token: float | None, total: float
+    ) -> None:
+        """Durations in seconds, from receipt."""
+        self._prompt_tokens += prompt_tokens
+        self._completion_tokens += completion_tokens
+        values = {"queue_seconds": queue, "time_to_first_token_seconds": first_token, "request_seconds": total}
+        for name, value in values.items():
+            if value is not None:
+                self._histograms[name][0].observe(value)
+
+    def text(self, gauges: Mapping[str, tuple[float, str]], load: EngineLoad | None) -> str:
+        """``gauges``: name to (value, help)."""
+        lines: list[str] = []
+        _family(lines, "calls_total", "counter", "Calls that ended, by method, status code and reason.")
+        for (method, code, reason), count in sorted(self._calls.items()):
+            lines.append(f'{_PREFIX}_calls_total{{method="{method}",code="{code}",reason="{reason}"}} {count}')
+        self._scalar(lines, "prompt_tokens_total", "counter", self._prompt_tokens, "Prompt tokens of finished calls.")
+        self._scalar(
+            lines, "completion_tokens_total", "counter", self._completion_tokens, "Generated tokens of finished calls."
+        )
+        for name, (histogram, text) in self._histograms.items():
+            _family(lines, name, "histogram", text)
+            lines.extend(histogram.lines(f"{_PREFIX}_{name}"))
+        for name, (value, text) in gauges.items():
+            self._scalar(lines, name, "gauge", value, text)
+        for name, kind, value, text in _engine_values(load):
+            self._scalar(lines, name, kind, value, text)
+        return "\n".join(lines) + "\n"
+
+    @staticmethod
+    def _scalar(lines: list[str], name: str, kind: str, value: float, text: str) -> None:
+        _family(lines, name, kind, text)
+        lines.append(f"{_PREFIX}_{name} {value!r}")
+
+
+def _family(lines: list[str], name: str, kind: str, text: str) -> None:
+    lines.append(f"# HELP {_PREFIX}_{name} {text}")
+    lines.append(f"# TYPE {_PREFIX}_{name} {kind}")
+
+
+def _engine_values(load: EngineLoad | None) -> list[tuple[str, str, float, str]]:
+    if load is None:
+        return []
+    return [
+        ("queued_requests", "gauge", load.queued_requests, "Requests that wait in the engine."),
+        ("queued_prompt_tokens", "gauge", load.queued_prompt_tokens, "Prompt tokens of these."),
+        ("prefilling_requests", "gauge", load.prefilling_requests, "Requests whose prompt is being computed."),
+        ("decoding_requests", "gauge", load.decoding_requests, "Requests that generate."),
+        ("kv_blocks_used", "gauge", load.kv_blocks_used, "KV blocks that requests hold."),
+        ("kv_blocks", "gauge", load.kv_blocks_total, "All KV blocks."),
+        ("steps_total", "counter", load.steps, "Engine steps."),
+        ("prompt_tokens_computed_total", "counter", load.prompt_tokens_computed, "Prompt tokens computed."),
+        ("tokens_generated_total", "counter", load.tokens_generated, "Tokens generated."),
+        ("tokens_discarded_total", "counter", load.tokens_discarded, "Tokens computed past a stop and dropped."),
+        ("preemptions_total", "counter", load.preemptions, "Requests that lost their memory to others."),
+    ]

@@ -1,0 +1,135 @@
+"""The server's options: one frozen object, made from the command line, and the command line itself."""
+
+import argparse
+from dataclasses import asdict, dataclass
+
+from engine.config import BLOCK_SIZES, DEVICES, DTYPES, EngineConfig
+from engine.errors import ConfigError
+from service.log import LEVELS
+
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
+_DEFAULTS = EngineConfig(model="")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """``model`` is a name or directory as given; ``engine.model`` the directory it stands for. Times in seconds."""
+
+    model: str
+    served_model_name: str
+    engine: EngineConfig
+    listen: str = "127.0.0.1:50051"
+    admin_listen: str = "127.0.0.1:50052"
+    lame_duck: float = 5.0
+    drain_timeout: float = 60.0
+    slow_consumer_timeout: float = 30.0
+    log_level: str = "info"
+    insecure: bool = False
+    ready_file: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, address in (("--listen", self.listen), ("--admin-listen", self.admin_listen)):
+            _check_address(name, address, self.insecure)
+        for name in ("lame_duck", "drain_timeout"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(f"--{name.replace('_', '-')} must be 0 or more seconds, got {getattr(self, name)}")
+        if not 0 < self.slow_consumer_timeout < float("inf"):
+            raise ConfigError(f"--slow-consumer-timeout must be above 0 seconds, got {self.slow_consumer_timeout}")
+
+    def effective(self) -> dict[str, str | float | bool | None]:
+        """Every option with its value in force, flat."""
+        own = asdict(self)
+        engine = own.pop("engine")
+        engine.pop("model")
+        engine.pop("show_progress")
+        return {**own, **engine, "model_directory": self.engine.model}
+
+
+def _check_address(option: str, address: str, insecure: bool) -> None:
+    if address.startswith("unix:"):
+        if address == "unix:":
+            raise ConfigError(f"{option} unix: needs a path, as in unix:/run/picovllm.sock")
+        return
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"{option} must be HOST:PORT or unix:PATH, got {address!r}")
+    if host not in LOOPBACK and not insecure:
+        raise ConfigError(
+            f"{option} {address} is not loopback and the connection is not encrypted; "
+            "listen on 127.0.0.1 or unix:PATH, or add --insecure"
+        )
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """An unknown option ends the program with exit code 2."""
+    parser = argparse.ArgumentParser(
+        prog="picovllm-serve", description="Serve a language model over gRPC.", allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", required=True, metavar="DIR|smollm2|HUB_ID", help="what to serve")
+    add("--served-model-name", metavar="NAME", help="its name for clients; unset = the last part of --model")
+    add("--listen", default="127.0.0.1:50051", metavar="HOST:PORT|unix:PATH", help="for inference; port 0 = a free one")
+    add("--admin-listen", default="127.0.0.1:50052", metavar="HOST:PORT|unix:PATH", help="for administration")
+    add("--insecure", action="store_true", help="allow plaintext beyond loopback")
+    add("--lame-duck", type=float, default=5.0, metavar="SECONDS", help="not ready but accepting, before draining")
+    add("--drain-timeout", type=float, default=60.0, metavar="SECONDS", help="for accepted requests while draining")
+    add("--slow-consumer-timeout", type=float, default=30.0, metavar="SECONDS", help="for one write")
+    add("--log-level", choices=LEVELS, default="info", help="of all processes")
+    add("--ready-file", metavar="PATH", help="written, as JSON with the addresses, once the server is ready")
+    _add_engine_options(parser)
+    return parser
+
+
+def _add_engine_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--device", choices=DEVICES, default=_DEFAULTS.device, help="where the model runs")
+    add("--dtype", choices=DTYPES, default=_DEFAULTS.dtype, help="of weights and activations; auto = the checkpoint's")
+    add("--block-size", type=int, choices=BLOCK_SIZES, default=_DEFAULTS.block_size, help="tokens per KV block")
+    add("--num-gpu-blocks", type=int, metavar="N", help="size of the KV pool; unset = from free memory")
+    add("--gpu-memory-utilization", type=float, default=_DEFAULTS.gpu_memory_utilization, metavar="X", help="on cuda")
+    add("--cpu-kv-bytes", type=int, default=_DEFAULTS.cpu_kv_bytes, metavar="BYTES", help="size of the KV pool on cpu")
+    add("--max-model-len", type=int, metavar="TOKENS", help="context; unset = the model's own")
+    add("--max-num-seqs", type=int, default=_DEFAULTS.max_num_seqs, metavar="N", help="outputs in one batch")
+    add("--max-num-batched-tokens", type=int, default=_DEFAULTS.max_num_batched_tokens, metavar="N", help="in one step")
+    add("--max-queued-requests", type=int, default=_DEFAULTS.max_queued_requests, metavar="N", help="that wait")
+    add("--max-queued-tokens", type=int, default=_DEFAULTS.max_queued_tokens, metavar="N", help="of prompts that wait")
+    add("--pipeline-depth", type=int, choices=(1, 2), help="steps in flight; unset = 2 on cuda, 1 on cpu")
+
+
+def engine_config(arguments: argparse.Namespace, directory: str) -> EngineConfig:
+    """Raises `ConfigError`."""
+    return EngineConfig(
+        model=directory,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        block_size=arguments.block_size,
+        num_gpu_blocks=arguments.num_gpu_blocks,
+        gpu_memory_utilization=arguments.gpu_memory_utilization,
+        cpu_kv_bytes=arguments.cpu_kv_bytes,
+        max_model_len=arguments.max_model_len,
+        max_num_seqs=arguments.max_num_seqs,
+        max_num_batched_tokens=arguments.max_num_batched_tokens,
+        pipeline_depth=arguments.pipeline_depth,
+        max_queued_requests=arguments.max_queued_requests,
+        max_queued_tokens=arguments.max_queued_tokens,
+        show_progress=True,
+    )
+
+
+def serve_options(arguments: argparse.Namespace, directory: str) -> ServeOptions:
+    """Raises `ConfigError`."""
+    name = arguments.served_model_name or arguments.model.rstrip("/").rpartition("/")[2]
+    return ServeOptions(
+        model=arguments.model,
+        served_model_name=name,
+        engine=engine_config(arguments, directory),
+        listen=arguments.listen,
+        admin_listen=arguments.admin_listen,
+        lame_duck=arguments.lame_duck,
+        drain_timeout=arguments.drain_timeout,
+        slow_consumer_timeout=arguments.slow_consumer_timeout,
+        log_level=arguments.log_level,
+        insecure=arguments.insecure,
+        ready_file=arguments.ready_file,
+    )

@@ -1,0 +1,64 @@
+"""Runtime: what the servicers of one front share. Built once by the front."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import ParamSpec, TypeVar
+
+from service.engine_client import EngineClient
+from service.errors import Reason, ServiceError
+from service.instance import Instance, State
+from service.live_request import LiveRequest
+from service.load_history import LoadHistory
+from service.metrics import Metrics
+from service.options import ServeOptions
+from service.output_budget import OutputBudget
+from service.registry import Registry
+from service.served_model import ServedModel
+from service.tokenizer import Tokenizer
+
+STALL_SECONDS = 30.0
+_SLOW_THREADS = 4
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Runtime:
+    options: ServeOptions
+    tokenizer: Tokenizer
+    engine: EngineClient
+    instance: Instance
+    registry: Registry
+    metrics: Metrics = field(default_factory=Metrics)
+    budget: OutputBudget = field(default_factory=OutputBudget)
+    history: LoadHistory = field(default_factory=LoadHistory)
+    threads: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(_SLOW_THREADS, thread_name_prefix="prepare")
+    )
+
+    @property
+    def model(self) -> ServedModel:
+        """Raises `ServiceError` while it is not loaded."""
+        if self.engine.model is None:
+            self.instance.refuse_unless_accepting()
+            raise ServiceError(Reason.STARTING, "the model is being loaded")
+        return self.engine.model
+
+    def new_request(self, request_id: str, arrival: float) -> LiveRequest:
+        return LiveRequest(request_id, arrival, self.engine, self.tokenizer.table, self.budget)
+
+    async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Runs what would hold up the event loop: health must answer meanwhile."""
+        return await asyncio.get_running_loop().run_in_executor(self.threads, lambda: function(*args, **kwargs))
+
+    def check_progress(self) -> None:
+        """Marks the instance degraded while requests exist but the engine is silent. Called about once a second."""
+        silent = time.monotonic() - self.engine.last_seen
+        stalled = self.engine.busy and silent > STALL_SECONDS
+        if stalled and self.instance.state is State.SERVING:
+            self.instance.move(State.DEGRADED, f"no engine step for {silent:.0f} s although requests are live")
+        elif not stalled and self.instance.state is State.DEGRADED:
+            self.instance.move(State.SERVING)

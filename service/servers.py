@@ -1,0 +1,51 @@
+"""The two gRPC servers of a front: their services and transport settings."""
+
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2_grpc
+
+from protos.picovllm.admin.v1 import admin_pb2_grpc
+from protos.picovllm.inference.v1 import inference_pb2_grpc
+from service.admin_messages import Workers
+from service.admin_servicer import AdminServicer
+from service.calls import MAX_REQUEST_SECONDS
+from service.drain import Drainer
+from service.health import INFERENCE_SERVICE, HealthServicer
+from service.inference_servicer import InferenceServicer
+from service.model_info import MAX_REQUEST_BYTES
+from service.reflection import add_reflection
+from service.runtime import Runtime
+
+ADMIN_SERVICE = "picovllm.admin.v1.AdminService"
+HEALTH_SERVICE = "grpc.health.v1.Health"
+_COMMON: tuple[tuple[str, Any], ...] = (
+    ("grpc.so_reuseport", 0),  # a second server on the port must fail
+    ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+    # Clients may ping every 10 s, with calls and without. Other spellings of these keys are ignored silently.
+    ("grpc.http2.min_ping_interval_without_data_ms", 9_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # We ping, too: a client whose host vanished is noticed and its requests are freed.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+)
+_PUBLIC: tuple[tuple[str, Any], ...] = (
+    ("grpc.max_connection_age_ms", 30 * 60 * 1000),
+    ("grpc.max_connection_age_grace_ms", int(MAX_REQUEST_SECONDS * 1000)),
+)
+
+
+def inference_server(runtime: Runtime) -> grpc.aio.Server:
+    server = grpc.aio.server(options=(*_COMMON, *_PUBLIC))
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(runtime), server)
+    health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(runtime.instance), server)
+    add_reflection(server, (INFERENCE_SERVICE, HEALTH_SERVICE))
+    return server
+
+
+def admin_server(runtime: Runtime, drainer: Drainer, workers: Workers) -> grpc.aio.Server:
+    server = grpc.aio.server(options=_COMMON)
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(runtime, drainer, workers), server)
+    health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(runtime.instance), server)
+    add_reflection(server, (ADMIN_SERVICE, HEALTH_SERVICE))
+    return server
