@@ -79,7 +79,8 @@ $(INSTALLED): pyproject.toml requirements/constraints.txt
 		echo "picovllm needs Python 3.11 or newer; $(PYTHON) is older" >&2; exit 1; }
 	@[ -x $(PY) ] || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 		echo "$(PYTHON) cannot make a virtual environment; on Debian: apt-get install python3-venv" >&2; exit 1; }
-	$(PY) -m pip install --quiet --disable-pip-version-check --constraint requirements/constraints.txt --editable '.[dev]'
+	@echo 'installing the pinned packages into .venv: minutes the first time'
+	$(PY) -m pip install --disable-pip-version-check --constraint requirements/constraints.txt --editable '.[dev]'
 	@touch $@
 
 $(SMOLLM2): | $(INSTALLED)

@@ -61,9 +61,8 @@ def save_weights(gguf: Path, target: Path) -> None:
         raise SystemExit(f"{gguf.name}: expected tied embeddings")
     del tensors["lm_head.weight"]  # the same tensor as the embedding
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    config = model.config.to_dict()
-    for name in ("quantization_config", "_model_name_or_path"):
-        config.pop(name, None)
+    config = {name: value for name, value in model.config.to_dict().items() if not name.startswith("_")}
+    config.pop("quantization_config", None)
     write_json(target / "config.json", {**config, "architectures": ["LlamaForCausalLM"]})
 
 
