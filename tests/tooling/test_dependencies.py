@@ -1,6 +1,8 @@
 """The dependency rule: which folder may import what, read from the source."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +24,12 @@ RESERVED = {
     "tokenizers": {"service"},
     "transformers": {"service"},
     "torch": {"kernels", "engine", "service"},
+}
+# What a process must not load when it starts, by the module it starts with.
+NOT_LOADED = {
+    "service.supervisor": {"torch", "grpc", "google", "transformers", "tokenizers"},
+    "service.front": {"torch"},
+    "service.engine_process": {"grpc", "google", "transformers", "tokenizers"},
 }
 # Pure Python, themselves and everything of ours that they import.
 WITHOUT_TORCH = ("engine.scheduler", "engine.block_manager", "engine.limits", "engine.outputs", "engine.config")
@@ -80,3 +88,12 @@ def test_planning_is_pure_python(module: str) -> None:
     assert module_path(module) is not None
     with_torch = {name for name, path in reachable(module).items() if "torch" in map(top, imports(path))}
     assert not with_torch
+
+
+@pytest.mark.parametrize("module", sorted(NOT_LOADED))
+def test_a_process_loads_only_what_it_needs(module: str) -> None:
+    code = f"import sys, {module}; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert NOT_LOADED[module].isdisjoint(done.stdout.split())
