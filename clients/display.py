@@ -48,7 +48,9 @@ def timings_line(usage: pb.Usage, timings: pb.Timings) -> str:
 
 
 def error_lines(error: PicoError) -> Iterator[str]:
-    yield f"error: {error}"
+    # The message of a request with bad fields repeats them; one line each is easier to read.
+    cause = f"{error.code.name}{'/' + error.reason if error.reason else ''}"
+    yield f"error: {cause}" if error.violations else f"error: {error}"
     yield from (f"  {violation.field}: {violation.description}" for violation in error.violations)
     if error.retry_after is not None:
         yield f"  try again in {error.retry_after:g} s"

@@ -43,7 +43,7 @@ def test_generate_with_several_outputs(server: FakeServer, capsys: pytest.Captur
 def test_bad_fields_are_printed_and_the_exit_code_is_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["generate", "bad fields"]) == 1
     assert capsys.readouterr().err.splitlines() == [
-        "error: INVALID_ARGUMENT/FIELD_INVALID: refused: FIELD_INVALID",
+        "error: INVALID_ARGUMENT/FIELD_INVALID",
         "  spec.sampling.top_p: is wrong",
         "  spec.stopping.max_tokens: is wrong",
         "  request r-7",
