@@ -81,8 +81,8 @@ class BatchBuilder:
         tables = np.zeros((len(rows), width), dtype=np.int64)
         for i, row in enumerate(rows):
             tables[i, : len(row.blocks)] = row.blocks
-        lengths = np.array([row.start + 1 for row in rows])
-        return ops.DecodeMeta(self._move(tables), self._move(lengths), int(lengths.max()), self._block_size)
+        lengths = tuple(row.start + 1 for row in rows)
+        return ops.DecodeMeta(self._move(tables), self._move(np.array(lengths)), lengths, self._block_size)
 
     def _prefill_sequences(self, rows: list[PlanRow], num_decode: int) -> list[ops.PrefillSequence]:
         sequences, start = [], num_decode

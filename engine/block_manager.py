@@ -102,7 +102,7 @@ class PagedKVCache:
         """Make ``[write_from, num_tokens)`` writable by this cache alone.
 
         Returns the physical (source, destination) copies that must run before the write: a partly filled block
-        that others still read is replaced by a copy. Raises `NoFreeBlocks` and changes nothing when the pool lacks blocks.
+        that others still read is replaced by a copy. Raises `NoFreeBlocks`, and then nothing has changed.
         """
         new = self._manager.allocate(self.blocks_missing(num_tokens, write_from))
         copies = []

@@ -13,12 +13,13 @@ DEVICES = ("cpu", "cuda")
 class EngineConfig:
     """How to load and run a model.
 
-    ``model``: a Hugging Face directory. ``device``: cpu or cuda. ``dtype`` auto = the checkpoint's. ``block_size`` tokens per KV block. ``num_gpu_blocks`` fixes the KV pool (on either
-    device); else it is sized from free memory: ``gpu_memory_utilization`` of the card on cuda, ``cpu_kv_bytes`` on cpu.
-    ``max_model_len`` None = the model's own context. ``max_num_seqs`` outputs in one batch;
-    ``max_num_batched_tokens`` tokens in one step. ``pipeline_depth`` 1 = plain stepping, 2 = the next step
-    is launched before the last one's tokens are known; None = 2 on cuda, and 1 on cpu, where nothing overlaps. ``max_queued_requests`` and ``max_queued_tokens``
-    bound the waiting queue.
+    ``model``: a Hugging Face directory. ``device``: cpu or cuda. ``dtype`` auto = the checkpoint's.
+    ``block_size`` tokens per KV block. ``num_gpu_blocks`` fixes the KV pool (on either device); else it is sized from
+    memory: ``gpu_memory_utilization`` of the card on cuda, ``cpu_kv_bytes`` on cpu. ``max_model_len`` None = the
+    model's own context. ``max_num_seqs`` outputs in one batch; ``max_num_batched_tokens`` tokens in one step.
+    ``pipeline_depth`` 1 = plain stepping, 2 = the next step is launched before the last one's tokens are known;
+    None = 2 on cuda, and 1 on cpu, where nothing overlaps. ``max_queued_requests`` and ``max_queued_tokens`` bound
+    the waiting queue. ``show_progress`` draws a bar while weights load.
     """
 
     model: str
@@ -63,8 +64,13 @@ class EngineConfig:
             *(
                 positive(name)
                 for name in (
-                    "num_gpu_blocks", "cpu_kv_bytes", "max_model_len", "max_num_seqs",
-                    "max_num_batched_tokens", "max_queued_requests", "max_queued_tokens",
+                    "num_gpu_blocks",
+                    "cpu_kv_bytes",
+                    "max_model_len",
+                    "max_num_seqs",
+                    "max_num_batched_tokens",
+                    "max_queued_requests",
+                    "max_queued_tokens",
                 )
             ),
         ]

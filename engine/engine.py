@@ -182,17 +182,17 @@ class Engine:
     def load(self) -> EngineLoad:
         """A snapshot of queues and pool."""
         life, manager = self._lifecycle, self.block_manager
-        queued = life.queued()
-        started = [request for request in life.live.values() if request.first_scheduled is not None]
-        prefilling = sum(request.first_token is None for request in started)
+        oldest = life.oldest_queued()
+        waiting_for_first = sum(request.first_token is None for request in life.live.values())
+        prefilling = waiting_for_first - life.num_queued
         return EngineLoad(
-            queued_requests=len(queued),
-            queued_prompt_tokens=sum(len(request.prompt) for request in queued),
+            queued_requests=life.num_queued,
+            queued_prompt_tokens=life.num_queued_tokens,
             prefilling_requests=prefilling,
-            decoding_requests=len(started) - prefilling,
+            decoding_requests=len(life.live) - waiting_for_first,
             kv_blocks_used=manager.num_blocks - manager.num_free,
             kv_blocks_total=manager.num_blocks,
-            oldest_queued_age=time.monotonic() - queued[0].arrival if queued else 0.0,
+            oldest_queued_age=time.monotonic() - oldest.arrival if oldest else 0.0,
             steps=self.num_steps,
             last_step_time=self.last_step_time,
             prompt_tokens_computed=life.prompt_tokens_computed,
@@ -226,10 +226,9 @@ class Engine:
             )
 
     def _has_queue_room(self, prompt_tokens: int) -> bool:
-        queued = self._lifecycle.queued()
-        tokens = sum(len(request.prompt) for request in queued)
-        within_tokens = not queued or tokens + prompt_tokens <= self._config.max_queued_tokens
-        return len(queued) < self._config.max_queued_requests and within_tokens
+        life, config = self._lifecycle, self._config
+        within_tokens = not life.num_queued or life.num_queued_tokens + prompt_tokens <= config.max_queued_tokens
+        return life.num_queued < config.max_queued_requests and within_tokens
 
 
 def _summary(request: Request) -> RequestSummary:
@@ -263,5 +262,3 @@ def _model_info(config: EngineConfig, loaded: LoadedModel, depth: int) -> ModelI
         kv_bytes_per_token=loaded.kv_bytes_per_token,
         pipeline_depth=depth,
     )
-
-

@@ -45,6 +45,8 @@ class Lifecycle:
         self.tokens_generated = 0
         self.tokens_discarded = 0
         self.prompt_tokens_computed = 0
+        self.num_queued = 0
+        self.num_queued_tokens = 0
         self._scheduler = scheduler
         self._eos = frozenset(eos_token_ids)
         self._deadlines: list[tuple[float, int, Request]] = []
@@ -52,14 +54,20 @@ class Lifecycle:
     def add(self, request: Request) -> None:
         """Take over a new request."""
         self.live[request.id] = request
+        self.num_queued += 1
+        self.num_queued_tokens += len(request.prompt)
         for time in (request.queue_deadline, request.deadline, request.stop_time):
             if time is not None and math.isfinite(time):
                 heapq.heappush(self._deadlines, (time, request.number, request))
         self._scheduler.add(request)
 
-    def queued(self) -> list[Request]:
-        """Live requests that have never been scheduled, by arrival."""
-        return [request for request in self.live.values() if request.first_scheduled is None]
+    def oldest_queued(self) -> Request | None:
+        """The first of the live requests that have never been scheduled."""
+        return next((request for request in self.live.values() if request.first_scheduled is None), None)
+
+    def _left_queue(self, request: Request) -> None:
+        self.num_queued -= 1
+        self.num_queued_tokens -= len(request.prompt)
 
     # -- deadlines ----------------------------------------------------------------------------------------------
 
@@ -73,11 +81,11 @@ class Lifecycle:
         """End what is over a deadline: hard ones fail, a passed stop time finishes with TIME_LIMIT."""
         while (time := self.next_deadline()) is not None and time <= now:
             request = heapq.heappop(self._deadlines)[-1]
-            if request.deadline is not None and request.deadline <= now:
+            if _is_over(request.deadline, now):
                 self.fail(request, _deadline_reason(request), "the deadline passed", now)
-            elif request.queue_deadline is not None and request.queue_deadline <= now and request.first_scheduled is None:
+            elif _is_over(request.queue_deadline, now) and request.first_scheduled is None:
                 self.fail(request, FailReason.QUEUE_TIMEOUT, "queue_timeout passed before it was scheduled", now)
-            elif request.stop_time is not None and request.stop_time <= now:
+            elif _is_over(request.stop_time, now):
                 for output in _unfinished(request):
                     self._finish(output, FinishReason.TIME_LIMIT, now)
 
@@ -109,6 +117,8 @@ class Lifecycle:
 
     def _done(self, request: Request, now: float, error: FailReason | None = None, message: str = "") -> None:
         del self.live[request.id]
+        if request.first_scheduled is None:
+            self._left_queue(request)
         usage = Usage(
             prompt_tokens=len(request.prompt),
             cached_prompt_tokens=request.cached_prompt_tokens,
@@ -126,10 +136,9 @@ class Lifecycle:
             request = output.request
             if request.first_scheduled is None:
                 request.first_scheduled = now
+                self._left_queue(request)
                 prompt_tokens, cached = len(request.prompt), request.cached_prompt_tokens
-                self.events.append(
-                    Started(request.id, now, prompt_tokens, cached, request.seed, request.max_tokens)
-                )
+                self.events.append(Started(request.id, now, prompt_tokens, cached, request.seed, request.max_tokens))
         self.prompt_tokens_computed += sum(row.count for row in plan.rows if not row.is_decode)
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> None:
@@ -177,6 +186,10 @@ class Lifecycle:
         if row.output.state is not State.FINISHED and row.output.epoch == row.epoch:
             for output in _unfinished(row.output.request):
                 self._finish(output, FinishReason.LENGTH, now)
+
+
+def _is_over(time: float | None, now: float) -> bool:
+    return time is not None and time <= now
 
 
 def _unfinished(request: Request) -> list[Output]:

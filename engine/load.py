@@ -70,7 +70,7 @@ def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
 
 def _device(config: EngineConfig) -> torch.device:
     if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device cuda was asked for, but torch sees no CUDA device; use --device cpu or fix the driver")
+        raise ConfigError("device cuda: torch sees no CUDA device; use --device cpu or fix the driver")
     return torch.device(config.device)
 
 

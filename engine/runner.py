@@ -8,20 +8,20 @@ from engine.lifecycle import StepResult
 from engine.model.rope import cos_sin_table
 from engine.model.transformer import Transformer
 from engine.outputs import TokenLogprob
-from engine.plan import StepPlan
-from engine.request import Output
+from engine.plan import PlanRow, StepPlan
 from engine.sampler import Sampled, Sampler, logprob_records, sampled_logprobs
 from engine.sampling_state import SamplingState
 from kernels import ops
 
 # Rows of prompt logits made at once: bounds their memory to this many rows of the vocabulary.
 PROMPT_LOGITS_ROWS = 256
+PromptRecords = dict[int, tuple[TokenLogprob, ...]]
 
 
 class StepHandle:
     """A launched step. `wait` blocks until its tokens are on the host."""
 
-    def __init__(self, sampled: Sampled | None, inputs: StepInputs, prompt: dict[int, tuple[TokenLogprob, ...]]) -> None:
+    def __init__(self, sampled: Sampled | None, inputs: StepInputs, prompt: PromptRecords) -> None:
         self._sampled, self._inputs, self._prompt = sampled, inputs, prompt
 
     def wait(self) -> StepResult:
@@ -63,30 +63,28 @@ class Runner:
     def launch(self, plan: StepPlan) -> StepHandle:
         """Start a step: slot states, block copies, forward, sampling, in this order."""
         for output in plan.admitted:
-            self._admit(output)
+            self._state.admit(output)
         if plan.copies:
             self._copy_blocks(plan.copies)
         inputs = self._builder.build(plan)
         hidden_TH = self._model.hidden_states(inputs.forward, self.kv_cache)
-        prompt = {number: self._prompt_records(plan, number, hidden_TH, *inputs.prompt_rows[number])
-                  for number in inputs.prompt_rows}
+        prompt = {
+            number: self._prompt_records(plan.rows[number], hidden_TH, flat_rows, token_ids)
+            for number, (flat_rows, token_ids) in inputs.prompt_rows.items()
+        }
         sampled = None
         if inputs.samples:
             logits_RV = self._model.logits(hidden_TH.index_select(0, inputs.sample_rows))
             sampled = self._sampler.sample(logits_RV, inputs.samples)
         return StepHandle(sampled, inputs, prompt)
 
-    def _admit(self, output: Output) -> None:
-        self._state.admit(output)
-
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         sources, destinations = torch.tensor(copies, device=self.kv_cache.device).unbind(1)
         ops.copy_blocks(self.kv_cache, sources, destinations)
 
     def _prompt_records(
-        self, plan: StepPlan, number: int, hidden_TH: Tensor, flat_rows: Tensor, token_ids: Tensor
+        self, row: PlanRow, hidden_TH: Tensor, flat_rows: Tensor, token_ids: Tensor
     ) -> tuple[TokenLogprob, ...]:
-        row = plan.rows[number]
         assert row.prompt_logprobs is not None
         request = row.output.request
         top = request.params.prompt_logprobs or 0

@@ -43,14 +43,13 @@ class Sampler:
         rows = [i for i, sample in enumerate(samples) if sample.output.request.params.temperature > 0]
         if rows:
             rows_r = torch.tensor(rows, device=device)
-            noise = reference.gumbel_noise(
-                state.seed_S[slots_R[rows_r]], positions_R[rows_r], logits_RV.shape[1]
-            )
+            noise = reference.gumbel_noise(state.seed_S[slots_R[rows_r]], positions_R[rows_r], logits_RV.shape[1])
             scores_RV = processed_RV.index_add(0, rows_r, noise)
         best_R, tokens_R = scores_RV.max(dim=1)
         state.last_token_S.index_copy_(0, slots_R, tokens_R)
         if any(has_penalties(sample.output) for sample in samples):
-            state.counts_SV.index_put_((slots_R, tokens_R), torch.ones_like(tokens_R, dtype=torch.int32), accumulate=True)
+            once = torch.ones_like(tokens_R, dtype=torch.int32)
+            state.counts_SV.index_put_((slots_R, tokens_R), once, accumulate=True)
         return Sampled(tokens_R, best_R, logits_RV, processed_RV)
 
     def _process(self, logits_RV: Tensor, samples: list[Sample], slots_R: Tensor) -> Tensor:

@@ -86,6 +86,7 @@ class SamplingParams:
             raise InvalidRequest(found)
 
     def _range_rules(self) -> list[tuple[str, bool, str]]:
+        repetition = self.repetition_penalty
         return [
             ("temperature", _within(self.temperature, 0, 2), "in [0, 2]"),
             ("top_p", _within(self.top_p, 0, 1) and self.top_p > 0, "in (0, 1]"),
@@ -93,7 +94,7 @@ class SamplingParams:
             ("min_p", _within(self.min_p, 0, 1), "in [0, 1]"),
             ("frequency_penalty", _within(self.frequency_penalty, -2, 2), "in [-2, 2]"),
             ("presence_penalty", _within(self.presence_penalty, -2, 2), "in [-2, 2]"),
-            ("repetition_penalty", _within(self.repetition_penalty, 0, 10) and self.repetition_penalty > 0, "in (0, 10]"),
+            ("repetition_penalty", _within(repetition, 0, 10) and repetition > 0, "in (0, 10]"),
             ("seed", self.seed is None or 0 <= self.seed <= UINT64_MAX, "an unsigned 64-bit integer"),
             ("n", 1 <= self.n <= MAX_N, f"in [1, {MAX_N}]"),
             ("max_tokens", self.max_tokens is None or self.max_tokens >= 0, "at least 0"),

@@ -110,7 +110,7 @@ def _head_dim(path: Path, raw: dict[str, Any], architecture: str, hidden_size: i
     elif architecture == "Qwen3ForCausalLM":
         head_dim = 128
     elif hidden_size % num_heads:
-        raise ModelError(f"{path}: hidden_size {hidden_size} does not divide into {num_heads} heads and head_dim is not given")
+        raise ModelError(f"{path}: head_dim is not given and hidden_size {hidden_size} does not divide by {num_heads}")
     else:
         head_dim = hidden_size // num_heads
     if head_dim % 2:

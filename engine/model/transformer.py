@@ -65,7 +65,7 @@ class Transformer:
         self._scale = config.head_dim**-0.5
 
     def hidden_states(self, batch: ForwardBatch, kv_cache: Tensor) -> Tensor:
-        """Final-norm hidden states [T, H]; writes each token's KV into ``kv_cache`` [L, 2, blocks, block_size, K, D]."""
+        """Final-norm hidden states [T, H]; writes the tokens' KV into ``kv_cache`` [L, 2, blocks, block_size, K, D]."""
         eps = self.config.norm_eps
         residual = self.weights.embedding_VH.index_select(0, batch.token_ids_T)
         normed = ops.rmsnorm(residual, self.weights.layers[0].input_norm_H, eps)

@@ -11,34 +11,58 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# Contexts up to 2^7 tokens are one group.
+SMALLEST_GROUP_BITS = 7
+
+
+@dataclass(frozen=True)
+class DecodeGroup:
+    """Rows of like length that are attended together: ``rows`` int64 [b], or None for all of them in order.
+
+    ``slots`` int64 [b, S]: where every KV position lies; a position past a row's end names that row's first slot,
+    which is always written, and is masked. ``mask`` [b, 1, 1, S] is additive, None when no row is shorter than S.
+    """
+
+    rows: Tensor | None
+    slots: Tensor
+    mask: Tensor | None
+
 
 @dataclass(frozen=True)
 class DecodeMeta:
     """One query token per sequence. ``block_tables`` int64 [B, M]; ``context_lens`` int64 [B], the new token included.
 
-    ``max_context`` is the largest length, known to the host.
+    ``host_lens`` are the same lengths on the host.
     """
 
     block_tables: Tensor
     context_lens: Tensor
-    max_context: int
+    host_lens: tuple[int, ...]
     block_size: int
 
     @cached_property
-    def slots_and_mask(self) -> tuple[Tensor, Tensor | None]:
-        """Slots [B, S] of every KV position and the additive mask [B, 1, 1, S]; made once a step, used by every layer.
+    def groups(self) -> list[DecodeGroup]:
+        """Rows by length, so that padding at most doubles the work; made once a step, used by every layer."""
+        by_size: dict[int, list[int]] = {}
+        for row, length in enumerate(self.host_lens):
+            by_size.setdefault(max((length - 1).bit_length(), SMALLEST_GROUP_BITS), []).append(row)
+        if len(by_size) == 1:
+            return [self._group(None, self.block_tables, self.context_lens, max(self.host_lens))]
+        groups = []
+        for members in by_size.values():
+            rows = torch.tensor(members, device=self.block_tables.device)
+            longest = max(self.host_lens[row] for row in members)
+            groups.append(self._group(rows, self.block_tables[rows], self.context_lens[rows], longest))
+        return groups
 
-        A position past a sequence's end reads that sequence's first slot, which is always written, and is masked.
-        """
-        positions_S = torch.arange(self.max_context, device=self.block_tables.device)
-        blocks_BS = self.block_tables.index_select(1, positions_S // self.block_size)
-        slots_BS = blocks_BS * self.block_size + positions_S % self.block_size
-        if bool((self.context_lens == self.max_context).all()):
-            return slots_BS, None
-        valid_BS = positions_S < self.context_lens[:, None]
-        slots_BS = torch.where(valid_BS, slots_BS, slots_BS[:, :1])
-        mask = torch.zeros_like(valid_BS, dtype=torch.float32).masked_fill_(~valid_BS, float("-inf"))
-        return slots_BS, mask[:, None, None, :]
+    def _group(self, rows: Tensor | None, tables: Tensor, lens: Tensor, longest: int) -> DecodeGroup:
+        positions_S = torch.arange(longest, device=tables.device)
+        slots = tables.index_select(1, positions_S // self.block_size) * self.block_size + positions_S % self.block_size
+        valid = positions_S < lens[:, None]
+        if bool(valid.all()):
+            return DecodeGroup(rows, slots, None)
+        mask = torch.zeros(valid.shape, device=tables.device).masked_fill_(~valid, float("-inf"))
+        return DecodeGroup(rows, torch.where(valid, slots, slots[:, :1]), mask[:, None, None, :])
 
 
 @dataclass(frozen=True)
@@ -67,22 +91,26 @@ class PrefillSequence:
         return torch.arange(self.context_len, device=device) <= ends[:, None]
 
 
-def paged_decode_attention(
-    q_BND: Tensor, k_cache: Tensor, v_cache: Tensor, meta: DecodeMeta, scale: float
-) -> Tensor:
+def paged_decode_attention(q_BND: Tensor, k_cache: Tensor, v_cache: Tensor, meta: DecodeMeta, scale: float) -> Tensor:
     """Softmax attention of one query token per sequence over its paged KV. Returns [B, N, D].
 
     The G query heads of a KV head are treated as G query positions, so K and V are never repeated.
     """
-    B, N, D = q_BND.shape
+    groups = meta.groups
+    if len(groups) == 1:
+        return _attend_group(q_BND, k_cache, v_cache, groups[0], scale)
+    out_BND = torch.empty(q_BND.shape, dtype=q_BND.dtype, device=q_BND.device)
+    for group in groups:
+        out_BND[group.rows] = _attend_group(q_BND[group.rows], k_cache, v_cache, group, scale)
+    return out_BND
+
+
+def _attend_group(q_bND: Tensor, k_cache: Tensor, v_cache: Tensor, group: DecodeGroup, scale: float) -> Tensor:
     K = k_cache.shape[2]
-    slots_BS, mask = meta.slots_and_mask
-    k_BKSD = _gather(k_cache, slots_BS)
-    v_BKSD = _gather(v_cache, slots_BS)
-    if mask is not None:
-        mask = mask.to(q_BND.dtype)
-    out = F.scaled_dot_product_attention(q_BND.unflatten(1, (K, N // K)), k_BKSD, v_BKSD, attn_mask=mask, scale=scale)
-    return out.reshape(B, N, D)
+    q_bKGD = q_bND.unflatten(1, (K, -1))
+    k_bKSD, v_bKSD = _gather(k_cache, group.slots), _gather(v_cache, group.slots)
+    mask = None if group.mask is None else group.mask.to(q_bND.dtype)
+    return F.scaled_dot_product_attention(q_bKGD, k_bKSD, v_bKSD, attn_mask=mask, scale=scale).flatten(1, 2)
 
 
 def paged_prefill_attention(

@@ -62,7 +62,12 @@ def gumbel_noise(seeds_R: Tensor, positions_R: Tensor, vocab_size: int) -> Tenso
 
 
 def apply_penalties(
-    logits_RV: Tensor, counts_RV: Tensor, in_prompt_RV: Tensor, repetition_R: Tensor, frequency_R: Tensor, presence_R: Tensor
+    logits_RV: Tensor,
+    counts_RV: Tensor,
+    in_prompt_RV: Tensor,
+    repetition_R: Tensor,
+    frequency_R: Tensor,
+    presence_R: Tensor,
 ) -> Tensor:
     """Repetition penalty over prompt and output tokens (Keskar et al. 2019, arXiv 1909.05858), then frequency and
     presence penalties over output tokens: ``logit - frequency * count - presence * [count > 0]``.

@@ -39,12 +39,14 @@ def check_equal_by_rule(
 
 
 def check_greedy_by_rule(
-    ours: Sequence[list[int]], scores_along: Callable[[int, list[int]], Tensor], max_stopped: float = FLOAT32_MAX_STOPPED
+    ours: Sequence[list[int]],
+    scores_along: Callable[[int, list[int]], Tensor],
+    max_stopped: float = FLOAT32_MAX_STOPPED,
 ) -> int:
     """Our greedy tokens are the reference's own, token by token, by induction.
 
-    ``scores_along(i, tokens)`` are the reference's scores [len(tokens), V] before each of prompt i's ``tokens``: as long
-    as every token is the best one there, the reference would have generated the same. Returns the prompts stopped.
+    ``scores_along(i, tokens)`` are the reference's scores [len(tokens), V] before each of prompt i's ``tokens``: as
+    long as every token is the best one there, the reference would have generated the same. Returns how many stopped.
     """
     stopped = 0
     for i, tokens in enumerate(ours):

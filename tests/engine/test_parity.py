@@ -13,9 +13,8 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.model.config import load_model_config
 from engine.model.loader import load_weights
-from engine.model.rope import inverse_frequencies
+from engine.model.rope import cos_sin_table, inverse_frequencies
 from engine.model.transformer import ForwardBatch, Transformer
-from engine.model.rope import cos_sin_table
 from engine.naive import ContiguousDecoder, RecomputeDecoder, load_naive
 from engine.sampling_params import SamplingParams
 from kernels import ops
