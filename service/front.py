@@ -76,6 +76,7 @@ class Front:
         self._admin_address = _bind(self._admin, "--admin-listen", self._options.admin_listen)
         await self._inference.start()
         await self._admin.start()
+        log.info("listening on %s and %s for administration", self._inference_address, self._admin_address)
         asyncio.get_running_loop().add_reader(self._supervisor.fileno(), self._on_supervisor)
         self._spawn(self._engine.run())
         self._spawn(self._watch_progress())

@@ -12,3 +12,4 @@ def set_up_logging(level: str, process: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(_FORMAT.format(process=process), datefmt="%Y-%m-%dT%H:%M:%S"))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.getLogger("grpc").setLevel(logging.WARNING)  # at debug it writes a line per call of its own

@@ -147,7 +147,7 @@ class Supervisor:
         engine.process.join()
         self._drain_messages(engine.pipe)
         unusable = engine.process.exitcode == ExitCode.UNUSABLE
-        if not unusable:
+        if engine.process.exitcode not in (ExitCode.OK, ExitCode.UNUSABLE):
             log.error("the engine process ended with code %s", engine.process.exitcode)
         front.process.join(_CHILD_EXIT_WAIT)
         if front.process.exitcode == ExitCode.OK:
