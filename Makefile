@@ -86,5 +86,6 @@ $(INSTALLED): pyproject.toml requirements/constraints.txt
 $(SMOLLM2): | $(INSTALLED)
 	$(PY) -m scripts.fetch_model
 
-$(TINY): | $(INSTALLED) $(SMOLLM2)
+$(TINY): scripts/make_tiny_model.py | $(INSTALLED) $(SMOLLM2)
 	$(PY) -m scripts.make_tiny_model
+	@touch $@

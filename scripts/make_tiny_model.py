@@ -1,10 +1,12 @@
 """Make models/tiny, a random Llama for tests that are about serving and not about text.
 
-Its embeddings are not tied: with tied ones such a model repeats one token, whatever is in its KV cache. Weights come
-from a fixed seed, tensor by tensor in the order of their names. The tokenizer is the default model's.
-Does nothing when the directory is there.
+Its embeddings are not tied: with tied ones such a model repeats one token, whatever is in its KV cache. Its query
+and key weights are larger than the others: with equal ones attention is uniform, and V may be shuffled unnoticed.
+Weights come from a fixed seed, tensor by tensor in the order of their names. The tokenizer is the default model's.
+Does nothing when the directory was made by this recipe.
 """
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -18,6 +20,7 @@ TARGET = MODELS / "tiny"
 DONOR = MODELS / "smollm2"
 SEED = 20_250_101
 STD = 0.02
+QUERY_KEY_STD = 0.25
 LAYERS, HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 2, 64, 128, 4, 2, 16, 49_152
 
 
@@ -32,6 +35,7 @@ def config() -> dict[str, object]:
         "hidden_act": "silu",
         "hidden_size": HIDDEN,
         "initializer_range": STD,
+        "query_key_initializer_range": QUERY_KEY_STD,
         "intermediate_size": INTERMEDIATE,
         "max_position_embeddings": 16_384,
         "mlp_bias": False,
@@ -72,9 +76,13 @@ def shapes() -> dict[str, tuple[int, ...]]:
 def weights() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(SEED)
     return {
-        name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * STD
+        name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * std(name)
         for name, shape in sorted(shapes().items())
     }
+
+
+def std(name: str) -> float:
+    return QUERY_KEY_STD if "q_proj" in name or "k_proj" in name else STD
 
 
 def build(target: Path) -> None:
@@ -85,10 +93,17 @@ def build(target: Path) -> None:
         shutil.copyfile(DONOR / name, target / name)
 
 
+def is_current(target: Path) -> bool:
+    """Whether ``target`` holds what this recipe makes."""
+    path = target / "config.json"
+    return path.exists() and json.loads(path.read_text(encoding="utf-8")) == config()
+
+
 def main() -> int:
-    if not (TARGET / "config.json").exists():
+    if not is_current(TARGET):
         if not (DONOR / "tokenizer.json").exists():
             raise SystemExit(f"{DONOR} is missing: run `make models`, or scripts.fetch_model first")
+        shutil.rmtree(TARGET, ignore_errors=True)
         with new_directory(TARGET) as draft:
             build(draft)
     print(f"tiny model: {TARGET}")

@@ -287,7 +287,7 @@ def test_random_loads_end_every_request_once_and_leave_nothing(depth: int, seed:
                 for e in driver.events
                 if isinstance(e, TokenOutput) and (e.request_id, e.output_index) == (name, index)
             ]
-            expected = []
+            expected: list[int] = []
             while len(expected) < max_tokens and EOS not in expected:
                 expected.append(token(name, index, prompt_len + len(expected)))
             assert tokens == expected
