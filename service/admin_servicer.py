@@ -44,14 +44,11 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def WatchStatus(self, request: pb.WatchStatusRequest, context: Context) -> None:
         instance = self._runtime.instance
         while True:
-            ended, changed = instance.ended, asyncio.ensure_future(instance.changed())
-            try:
-                await context.write(pb.WatchStatusResponse(status=self._status()))
-                if ended:
-                    return
-                await changed
-            finally:
-                changed.cancel()
+            ended, change = instance.ended, instance.next_change
+            await context.write(pb.WatchStatusResponse(status=self._status()))
+            if ended:
+                return
+            await change.wait()
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.GetLoadResponse:
         async def body() -> pb.GetLoadResponse:
@@ -139,6 +136,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             load = await self._load() if runtime.engine.model is not None and not runtime.engine.lost else None
             gauges = {
                 "ready": (float(runtime.instance.ready), "Whether the instance is ready for requests."),
+                "event_loop_tasks": (float(len(asyncio.all_tasks())), "Tasks on the front's event loop."),
                 "live_requests": (float(len(runtime.registry)), "Requests accepted and not ended."),
                 "output_buffer_bytes": (float(runtime.budget.used_bytes), "Output that waits for slow readers."),
             }

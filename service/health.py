@@ -28,14 +28,13 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext) -> None:
         told = None
         while True:
-            status = self._status(request.service)
+            change, ended, status = self._instance.next_change, self._instance.ended, self._status(request.service)
             if status != told:
                 await context.write(health_pb2.HealthCheckResponse(status=status))
                 told = status
-            if self._instance.ended:
+            if ended:
                 return
-            if self._status(request.service) == told:
-                await self._instance.changed()
+            await change.wait()
 
     def _status(self, service: str) -> int:
         if service == LIVENESS:

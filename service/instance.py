@@ -65,9 +65,10 @@ class Instance:
         event, self._changed = self._changed, asyncio.Event()
         event.set()
 
-    async def changed(self) -> None:
-        """Waits for the next change."""
-        await self._changed.wait()
+    @property
+    def next_change(self) -> asyncio.Event:
+        """Set at the next change after now. Take it before looking at the state, so that no change is missed."""
+        return self._changed
 
     def refuse_unless_accepting(self) -> None:
         """Raises `ServiceError` while no request is accepted."""

@@ -31,7 +31,8 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def _front_main(options: FrontProcessOptions, engine: socket.socket, supervisor: Connection) -> None:
-    """Imports gRPC in the child only, and after the spawn."""
+    """Imports gRPC in the child only, and after the spawn; its own lines on stderr only if somebody asks for them."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from service.front import front_main
 
     front_main(options, engine, supervisor)
@@ -95,10 +96,8 @@ class Supervisor:
             pipes = [pipe for pipe in pipes if pipe not in ready or self._read(pipe)]
             if wake in ready:
                 self._on_signals(wake, front)
-            if front.process.sentinel in ready:
-                return self._front_ended(engine, front)
-            if engine.process.sentinel in ready:
-                return self._engine_ended(engine, front)
+            if front.process.sentinel in ready or engine.process.sentinel in ready:
+                return self._ended(engine, front)
             if time.monotonic() >= self._kill_at:
                 log.error("the front did not end in time; killing it")
                 return ExitCode.FAILED
@@ -129,34 +128,27 @@ class Supervisor:
             except OSError:
                 log.info("the front is gone already")
 
-    def _front_ended(self, engine: _Child, front: _Child) -> ExitCode:
-        front.process.join()
-        self._drain_messages(front.pipe)
-        code = front.process.exitcode
-        if code in (ExitCode.OK, ExitCode.UNUSABLE):
-            return ExitCode(code)
-        engine.process.join(_CHILD_EXIT_WAIT)
-        self._drain_messages(engine.pipe)
-        if engine.process.exitcode == ExitCode.UNUSABLE:
-            return ExitCode.UNUSABLE
-        log.error("the front ended with code %s, the engine with %s", code, engine.process.exitcode)
-        return ExitCode.FAILED
-
-    def _engine_ended(self, engine: _Child, front: _Child) -> ExitCode:
-        """The front notices by itself and tells its clients; it gets the time for that."""
-        engine.process.join()
-        self._drain_messages(engine.pipe)
-        unusable = engine.process.exitcode == ExitCode.UNUSABLE
-        if engine.process.exitcode not in (ExitCode.OK, ExitCode.UNUSABLE):
-            log.error("the engine process ended with code %s", engine.process.exitcode)
+    def _ended(self, engine: _Child, front: _Child) -> ExitCode:
+        """One of them has ended. The front then notices and tells its clients: it gets the time for that."""
         front.process.join(_CHILD_EXIT_WAIT)
+        if front.process.exitcode != ExitCode.OK:
+            engine.process.join(_CHILD_EXIT_WAIT if front.process.exitcode == ExitCode.FAILED else 0)
+        self._drain_messages(front.pipe)
+        self._drain_messages(engine.pipe)
+        codes = front.process.exitcode, engine.process.exitcode
+        if ExitCode.UNUSABLE in codes:
+            return ExitCode.UNUSABLE
         if front.process.exitcode == ExitCode.OK:
             return ExitCode.OK
-        return ExitCode.UNUSABLE if unusable else ExitCode.FAILED
+        log.error("the front ended with code %s, the engine with code %s", *codes)
+        return ExitCode.FAILED
 
     def _drain_messages(self, pipe: Connection) -> None:
-        while pipe.poll() and self._read(pipe):
-            pass
+        try:
+            while pipe.poll() and self._read(pipe):
+                pass
+        except OSError:
+            log.debug("the pipe of a child is broken")
 
     def _announce(self, ready: FrontReady) -> None:
         """What is served and where, for people on stdout and for programs in the ready file."""

@@ -33,7 +33,7 @@ def stream(stub: Any, request: pb.GenerationSpec, options: pb.StreamOptions | No
 class Failure:
     """A failed call, taken apart. Asserts what holds for every failure of this server."""
 
-    def __init__(self, error: grpc.RpcError) -> None:
+    def __init__(self, error: Any) -> None:
         status = rpc_status.from_call(error)
         assert status is not None, f"no details: {error}"
         self.code: grpc.StatusCode = error.code()

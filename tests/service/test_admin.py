@@ -126,4 +126,4 @@ def test_services_stay_on_their_listener(fake_server: ServerProcess, listener: s
     request = inference_pb2.GetModelInfoRequest() if listener == "admin" else pb.GetStatusRequest()
     with pytest.raises(grpc.RpcError) as caught:
         call(request, timeout=5)
-    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED  # type: ignore[attr-defined]
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED

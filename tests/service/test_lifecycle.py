@@ -187,7 +187,8 @@ def test_admin_shutdown_is_a_drain_and_an_exit(start_fake: StartServer) -> None:
 def test_an_immediate_shutdown_cuts_a_running_one_short(start_fake: StartServer) -> None:
     server = start_fake("--lame-duck", "20")
     running = Collector(stream(server.stub(), spec(max_tokens=LONG)))
-    bad = pb.ShutdownRequest(immediate=True, timeout=Duration(seconds=1), scope=7)
+    unknown: Any = 7
+    bad = pb.ShutdownRequest(immediate=True, timeout=Duration(seconds=1), scope=unknown)
     assert failure_of(lambda: server.admin.Shutdown(bad)).violations.keys() == {"timeout", "scope"}
     server.admin.Shutdown(pb.ShutdownRequest())
     server.admin.Shutdown(pb.ShutdownRequest(immediate=True))

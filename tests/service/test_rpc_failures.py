@@ -125,8 +125,8 @@ def test_tokenize_and_detokenize_fail_in_the_same_way(stub: Any) -> None:
     call = pb.DetokenizeRequest(token_ids=[60_000])
     failure = check(failure_of(lambda: stub.Detokenize(call)), CODES.INVALID_ARGUMENT, "FIELD_INVALID")
     assert failure.violations.keys() == {"token_ids[0]"}
-    call = pb.TokenizeRequest(text="x", model="y")
-    check(failure_of(lambda: stub.Tokenize(call)), CODES.NOT_FOUND, "MODEL_NOT_FOUND")
+    other = pb.TokenizeRequest(text="x", model="y")
+    check(failure_of(lambda: stub.Tokenize(other)), CODES.NOT_FOUND, "MODEL_NOT_FOUND")
 
 
 def test_queue_bounds_and_queue_timeout(start_fake: StartServer) -> None:
@@ -164,8 +164,7 @@ def test_deadlines_in_every_phase_show_our_details(start_fake: StartServer) -> N
     for events in block:
         wait_started(events)
     for _ in range(20):
-        call = failure_of(lambda: generate(stub, spec(), timeout=0.15))
-        check(call, CODES.DEADLINE_EXCEEDED, "DEADLINE_QUEUED")
+        check(failure_of(lambda: generate(stub, spec(), timeout=0.15)), CODES.DEADLINE_EXCEEDED, "DEADLINE_QUEUED")
     assert server.load().decoding_requests == 4
     for events in block:
         events.cancel()

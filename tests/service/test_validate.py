@@ -43,26 +43,29 @@ def violations(**fields: Any) -> dict[str, str]:
     return dict(caught.value.violations)
 
 
+BAD_SAMPLING: list[tuple[str, Any]] = [
+    ("temperature", -0.1), ("temperature", 2.1), ("temperature", math.nan), ("temperature", math.inf),
+    ("top_p", 0.0), ("top_p", 1.1), ("top_p", math.nan), ("min_p", -0.1), ("min_p", 1.1), ("min_p", math.nan),
+    ("frequency_penalty", 2.1), ("frequency_penalty", -math.inf), ("presence_penalty", -2.1),
+    ("presence_penalty", math.nan), ("repetition_penalty", 0.0), ("repetition_penalty", 10.5),
+    ("repetition_penalty", math.nan), ("n", 0), ("n", 17), ("n", 9),
+    ("logit_bias", {5: math.nan}), ("logit_bias", {5: 101.0}), ("logit_bias", {1000: 1.0}),
+    ("logit_bias", dict.fromkeys(range(1025), 0.0)),
+]
+BAD_STOPPING: list[tuple[dict[str, Any], str]] = [
+    ({"stop_strings": ["x"] * 17}, "stop_strings"), ({"stop_strings": ["ok", ""]}, "stop_strings[1]"),
+    ({"stop_strings": ["é" * 129]}, "stop_strings[0]"), ({"stop_token_ids": [1000]}, "stop_token_ids"),
+    ({"stop_token_ids": range(65)}, "stop_token_ids"), ({"max_tokens": 3, "min_tokens": 4}, "min_tokens"),
+]
+BAD_OUTPUT: list[tuple[dict[str, Any], str]] = [
+    ({"top_logprobs": 21}, "top_logprobs"), ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"logprobs_mode": 9}, "logprobs_mode"),
+    ({"prompt_logprobs": 0, "logprobs_mode": pb.LOGPROBS_MODE_PROCESSED}, "logprobs_mode"),
+]
 BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
-    *(({"sampling": pb.Sampling(**{name: value})}, f"spec.sampling.{name}") for name, value in [
-        ("temperature", -0.1), ("temperature", 2.1), ("temperature", math.nan), ("temperature", math.inf),
-        ("top_p", 0.0), ("top_p", 1.1), ("top_p", math.nan), ("min_p", -0.1), ("min_p", 1.1), ("min_p", math.nan),
-        ("frequency_penalty", 2.1), ("frequency_penalty", -math.inf), ("presence_penalty", -2.1),
-        ("presence_penalty", math.nan), ("repetition_penalty", 0.0), ("repetition_penalty", 10.5),
-        ("repetition_penalty", math.nan), ("n", 0), ("n", 17), ("n", 9),
-        ("logit_bias", {5: math.nan}), ("logit_bias", {5: 101.0}), ("logit_bias", {1000: 1.0}),
-        ("logit_bias", dict.fromkeys(range(1025), 0.0)),
-    ]),
-    *(({"stopping": pb.Stopping(**fields)}, f"spec.stopping.{path}") for fields, path in [
-        ({"stop_strings": ["x"] * 17}, "stop_strings"), ({"stop_strings": ["ok", ""]}, "stop_strings[1]"),
-        ({"stop_strings": ["é" * 129]}, "stop_strings[0]"), ({"stop_token_ids": [1000]}, "stop_token_ids"),
-        ({"stop_token_ids": range(65)}, "stop_token_ids"), ({"max_tokens": 3, "min_tokens": 4}, "min_tokens"),
-    ]),
-    *(({"output": pb.OutputOptions(**fields)}, f"spec.output.{path}") for fields, path in [
-        ({"top_logprobs": 21}, "top_logprobs"), ({"prompt_logprobs": 21}, "prompt_logprobs"),
-        ({"logprobs_mode": 9}, "logprobs_mode"),
-        ({"prompt_logprobs": 0, "logprobs_mode": pb.LOGPROBS_MODE_PROCESSED}, "logprobs_mode"),
-    ]),
+    *(({"sampling": pb.Sampling(**{name: value})}, f"spec.sampling.{name}") for name, value in BAD_SAMPLING),
+    *(({"stopping": pb.Stopping(**fields)}, f"spec.stopping.{path}") for fields, path in BAD_STOPPING),
+    *(({"output": pb.OutputOptions(**fields)}, f"spec.output.{path}") for fields, path in BAD_OUTPUT),
     ({"request_id": "no spaces"}, "spec.request_id"),
     ({"request_id": "x" * 129}, "spec.request_id"),
     ({"prompt": None}, "spec.prompt"),
