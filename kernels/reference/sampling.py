@@ -94,7 +94,11 @@ def filter_logits(scaled_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: 
     keep = _keep(scaled_RV, values, top_k_R, top_p_R, min_p_R)
     out = torch.full_like(scaled_RV, NEVER).scatter_(1, ids, values.masked_fill(~keep, NEVER))
     # The head decides a row when something in it was cut, and the cut is not inside a tie with what lies beyond.
-    undecided = keep[:, -1] | _tied_at(scaled_RV, values, keep) if head < V else keep.new_zeros(len(keep))
+    undecided = keep.new_zeros(len(keep))
+    if head < V:
+        # A share of a top_k that ends beyond the head needs the sum over all of that top_k.
+        share_of_more = (top_k_R > head) & (top_k_R < V) & (top_p_R < 1)
+        undecided = keep[:, -1] | _tied_at(scaled_RV, values, keep) | share_of_more
     if bool(undecided.any()):
         rows = undecided.nonzero().squeeze(1)
         values, ids = scaled_RV[rows].sort(dim=1, descending=True, stable=True)
