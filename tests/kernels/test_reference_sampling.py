@@ -208,7 +208,7 @@ def allowed_by_definition(logits: Sequence[float], top_k: int, top_p: float, min
     weights = [math.exp(logits[token] - logits[ranked[0]]) for token in ranked]
     wanted, before, stay, near = top_p * math.fsum(weights), 0.0, [], False
     for token, weight in zip(ranked, weights, strict=True):
-        near |= top_p < 1 and abs(before - wanted) < 1e-4 * wanted
+        near |= top_p < 1 and abs(before - wanted) < 1e-5 * wanted
         if token == ranked[0] or top_p >= 1 or before < wanted:
             stay.append(token)
         before += weight
