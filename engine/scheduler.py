@@ -179,8 +179,8 @@ class Scheduler:
         assert output.cache is not None
         request, start = output.request, output.num_computed_tokens
         end = start + count
-        from_device = count == 1 and start >= len(request.prompt)
         complete = end == output.num_tokens
+        from_device = complete and count == 1 and start >= len(request.prompt)
         prompt_logprobs = self._prompt_logprobs(request, end)
         output.num_computed_tokens = end
         plan.rows.append(
