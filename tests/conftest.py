@@ -1,8 +1,13 @@
 """Options and fixtures shared by all tests."""
 
+import os
 from pathlib import Path
 
 import pytest
+
+# Before torch loads its OpenMP runtime, and for every process started here: idle threads sleep instead of spinning.
+# Two processes whose threads spin on the same cores slow each other down tenfold and more.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
 COLLECTED = pytest.StashKey[dict[str, int]]()
