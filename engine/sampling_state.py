@@ -11,6 +11,9 @@ from engine.request import Output
 from engine.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from kernels.reference.sampling import signed64, sub_seed
 
+# Any smaller temperature draws the same tokens, and divides logits out of float32's range.
+SMALLEST_TEMPERATURE = 1e-30
+
 
 class SamplingState:
     """Owns every per-slot tensor. A slot's content is only meaningful between `admit` calls for it."""
@@ -42,7 +45,7 @@ class SamplingState:
         slot, params = output.slot, output.request.params
         self.seed_S[slot] = signed64(sub_seed(output.request.seed, output.index))
         # Greedy rows divide by 1, which changes nothing.
-        self.temperature_S[slot] = params.temperature or 1.0
+        self.temperature_S[slot] = max(params.temperature, SMALLEST_TEMPERATURE) if params.temperature else 1.0
         self.top_k_S[slot] = params.top_k
         self.top_p_S[slot] = params.top_p
         self.min_p_S[slot] = params.min_p
