@@ -87,10 +87,12 @@ class Engine:
         `PromptTooLong`, `ExceedsKVCapacity`, `DuplicateRequest` or `Overloaded`, and then nothing was accepted.
         """
         limits = self.info.limits
-        params.check(limits.vocab_size)
         prompt = list(prompt_token_ids)
-        if bad := next((token for token in prompt if not 0 <= token < limits.vocab_size), None):
-            raise InvalidRequest([("prompt_token_ids", f"{bad} is outside the vocabulary of {limits.vocab_size}")])
+        violations = params.violations(limits.vocab_size)
+        if bad := [token for token in prompt if not 0 <= token < limits.vocab_size]:
+            violations.append(("prompt_token_ids", f"{bad[0]} is outside the vocabulary of {limits.vocab_size}"))
+        if violations:
+            raise InvalidRequest(violations)
         max_tokens = limits.resolve_max_tokens(len(prompt), params)
         if request_id in self._lifecycle.live:
             raise DuplicateRequest(f"a request with id {request_id!r} is alive; use another id or wait for its end")

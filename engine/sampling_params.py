@@ -74,7 +74,7 @@ class SamplingParams:
             if not 0 <= token_id < vocab_size:
                 found.append(("stop_token_ids", f"{token_id} is outside the vocabulary of {vocab_size}"))
                 break
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+        if self.max_tokens is not None and 0 <= self.max_tokens < self.min_tokens:
             found.append(("min_tokens", f"{self.min_tokens} is above max_tokens {self.max_tokens}"))
         if self.prompt_logprobs is not None and self.logprobs_mode is LogprobsMode.PROCESSED:
             found.append(("logprobs_mode", "PROCESSED is not defined for prompt_logprobs; use RAW"))
