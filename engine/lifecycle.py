@@ -146,13 +146,19 @@ class Lifecycle:
         position = 0
         for number, row in enumerate(plan.rows):
             if row.prompt_logprobs is not None and row.output.request.id in self.live:
-                entries = result.prompt_logprobs[number]
-                self.events.append(PromptLogprobs(row.output.request.id, row.prompt_logprobs[0], entries))
+                self._commit_prompt(row.output.request, row.prompt_logprobs[0], result.prompt_logprobs[number], now)
             for sample in row.samples:
                 self._commit_sample(sample, result, position, now)
                 position += 1
             if row.completes_request:
                 self._complete_scoring(row, now)
+
+    def _commit_prompt(self, request: Request, first: int, entries: tuple[TokenLogprob, ...], now: float) -> None:
+        if any(entry.logprob is not None and math.isnan(entry.logprob) for entry in entries):
+            message = f"the model gave NaN logits for prompt positions {first} to {first + len(entries) - 1}"
+            self.fail(request, FailReason.NAN_LOGITS, message, now)
+            return
+        self.events.append(PromptLogprobs(request.id, first, entries))
 
     def _commit_sample(self, sample: Sample, result: StepResult, position: int, now: float) -> None:
         output = sample.output
