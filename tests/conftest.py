@@ -1,6 +1,7 @@
 """Options and fixtures shared by all tests."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         parts = item.path.relative_to(config.rootpath).parts
         counts[parts[1]] = counts.get(parts[1], 0) + 1
     config.stash[COLLECTED] = counts
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For models so small that threads gain nothing: on a busy machine their barriers cost 30 times the work."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

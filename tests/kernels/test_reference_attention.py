@@ -12,7 +12,9 @@ from torch import Tensor
 
 from kernels import ops
 
-TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2.0**-6}
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6}
 HEADS = [(9, 3, 64), (12, 2, 128), (14, 2, 64), (4, 1, 32), (6, 6, 16)]
 BLOCK_SIZES = [8, 16, 32, 64]
 # Several groups of like length, both sides of every block boundary, and the shortest possible.
@@ -104,7 +106,7 @@ def check_decode(
 ) -> None:
     heads, kv_heads, head_dim = shape
     paged = make_paged(lengths, kv_heads, head_dim, block_size, dtype, device)
-    q, scale = random_q(len(lengths), heads, head_dim, dtype, device), head_dim**-0.5
+    q, scale = random_q(len(lengths), heads, head_dim, dtype, device), 1.5 * head_dim**-0.5
     meta = decode_meta(paged, lengths, device, extra_width)
     ours = ops.paged_decode_attention(q, paged.k_cache, paged.v_cache, meta, scale)
     assert ours.shape == q.shape
@@ -191,8 +193,8 @@ def check_prefill(shape: tuple[int, int, int], block_size: int, dtype: torch.dty
     heads, kv_heads, head_dim = shape
     paged = make_paged([context for context, _ in CHUNKS], kv_heads, head_dim, block_size, dtype, device)
     q = random_q(sum(query for _, query in CHUNKS), heads, head_dim, dtype, device)
-    ours = prefill(paged, q, CHUNKS, head_dim**-0.5)
-    assert_near(ours, exact_prefill(paged, q, CHUNKS, head_dim**-0.5))
+    scale = 1.5 * head_dim**-0.5
+    assert_near(prefill(paged, q, CHUNKS, scale), exact_prefill(paged, q, CHUNKS, scale))
 
 
 @each_block_size

@@ -9,6 +9,8 @@ from torch import Tensor
 from kernels import ops
 from kernels.reference.cache import rope
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 DTYPES = [torch.float32, torch.bfloat16]
 # Each half of the result is a sum of two products of rounded factors.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 3 * 2.0**-8}

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from kernels import ops
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SIZES = [1, 19, 99, 989]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = 1e-5
