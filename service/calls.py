@@ -75,4 +75,5 @@ async def answer(
 def _note(method: str, metrics: Metrics, request_id: str, begin: float, error: ServiceError | None) -> None:
     metrics.call_ended(method, error)
     result = "OK" if error is None else f"{error.code.name} {error.reason.value}"
-    log.debug("%s %s %s %.3f s", method, request_id, result, time.monotonic() - begin)
+    level = logging.DEBUG if error is None else logging.INFO
+    log.log(level, "%s %s %s %.3f s", method, request_id, result, time.monotonic() - begin)

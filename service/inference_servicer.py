@@ -46,7 +46,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         async def body(call: LiveRequest) -> pb.GenerateResponse:
             while call.done is None:
                 await call.changed()
-            response = self._response(call, request.spec.output.echo)
+            response = await self._runtime.in_thread(self._response, call, request.spec.output.echo)
             await context.send_initial_metadata(((REQUEST_ID_KEY, call.request_id),))
             return response
 

@@ -4,13 +4,15 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterator
+from itertools import chain, islice
 
 from engine.errors import EngineError
 from engine.outputs import FailReason, RequestDone, Started
 from protos.picovllm.inference.v1 import inference_pb2 as pb
 from service.engine_client import EngineClient
 from service.errors import Reason, ServiceError, from_engine
-from service.messages import logprob_message, prompt_messages, usage_message
+from service.logprob_block import LogprobBlock
+from service.messages import logprob_messages, prompt_messages, usage_message
 from service.output_budget import OutputBudget
 from service.output_progress import OutputProgress
 from service.prepare import Prepared
@@ -19,6 +21,7 @@ from service.token_bytes import TokenTable
 from service.wire import Update
 
 log = logging.getLogger(__name__)
+_PROMPT_SLICE = 256  # tokens of a prompt chunk: bounds what is made between two turns of the event loop
 _PHASE_OF_DEADLINE = {
     Reason.DEADLINE_QUEUED: "before the request was scheduled",
     Reason.DEADLINE_PREFILL: "before the first token",
@@ -45,8 +48,7 @@ class LiveRequest:
         self._serial: int | None = None
         self._prepared: Prepared | None = None
         self._outputs: list[OutputProgress] = []
-        self._prompt_logprobs: list[pb.TokenLogprob] = []
-        self._prompt_logprob_bytes = 0
+        self._prompt_blocks: list[LogprobBlock] = []  # made into messages as they are sent: there may be many
         self._prompt_sent = 0
         self._buffered = 0
         self._wake = asyncio.Event()
@@ -146,7 +148,7 @@ class LiveRequest:
         return [output.whole() for output in self._outputs]
 
     def prompt_logprobs(self) -> list[pb.TokenLogprob]:
-        return self._prompt_logprobs
+        return list(self._prompt_messages(self._prompt_blocks))
 
     def deadline_error(self) -> ServiceError:
         if self.started is None:
@@ -178,13 +180,11 @@ class LiveRequest:
     def on_update(self, update: Update) -> None:
         if update.started is not None:
             self.started = update.started
-        for chunk in update.prompt_logprobs:
-            messages = [logprob_message(entry, self._table) for entry in chunk.entries]
-            self._prompt_logprobs += messages
-            self._prompt_logprob_bytes += sum(message.ByteSize() for message in messages)
+        if update.prompt_logprobs is not None:
+            self._prompt_blocks.append(update.prompt_logprobs)
         stop_tokens = {event.output_index for event in update.finished if event.stop_token_id is not None}
         for index, tokens in update.tokens.items():
-            self._outputs[index].on_tokens(tokens, update.logprobs.get(index, ()), index in stop_tokens)
+            self._outputs[index].on_tokens(tokens, update.logprobs.get(index), index in stop_tokens)
         for event in update.finished:
             self._outputs[event.output_index].on_finished(event)
         if update.done is not None:
@@ -235,7 +235,8 @@ class LiveRequest:
 
     def _account(self) -> None:
         """Tells the budget what is buffered now; it may fail the request."""
-        size = sum(output.pending_bytes for output in self._outputs) + self._prompt_logprob_bytes
+        size = sum(output.pending_bytes for output in self._outputs)
+        size += sum(block.size for block in self._prompt_blocks)
         change, self._buffered = size - self._buffered, size
         self._budget.change(self, change)
 
@@ -255,8 +256,13 @@ class LiveRequest:
             return
         generation, start = self._prepared.generation, self._prompt_sent
         scored = generation.params.prompt_logprobs is not None
-        logprobs, self._prompt_logprobs, self._prompt_logprob_bytes = self._prompt_logprobs, [], 0
-        end = start + len(logprobs) if scored else len(self._prepared.prompt)
-        token_ids = self._prepared.prompt[start:end] if generation.echo else []
+        blocks, self._prompt_blocks = self._prompt_blocks, []
+        end = start + sum(map(len, blocks)) if scored else len(self._prepared.prompt)
         self._prompt_sent = end
-        yield from prompt_messages(start, token_ids, logprobs)
+        messages = self._prompt_messages(blocks)
+        for first in range(start, end, _PROMPT_SLICE):
+            token_ids = self._prepared.prompt[first : min(first + _PROMPT_SLICE, end)] if generation.echo else []
+            yield from prompt_messages(first, token_ids, list(islice(messages, _PROMPT_SLICE)))
+
+    def _prompt_messages(self, blocks: list[LogprobBlock]) -> Iterator[pb.TokenLogprob]:
+        return chain.from_iterable(logprob_messages(block, self._table) for block in blocks)

@@ -6,8 +6,9 @@ from itertools import zip_longest
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from engine.outputs import FinishReason, RequestDone, Timings, TokenLogprob
+from engine.outputs import FinishReason, RequestDone, Timings
 from protos.picovllm.inference.v1 import inference_pb2 as pb
+from service.logprob_block import LogprobBlock
 from service.token_bytes import TokenTable
 
 MAX_STREAM_MESSAGE_BYTES = 256 * 1024
@@ -21,14 +22,16 @@ FINISH_REASON = {
 }
 
 
-def logprob_message(entry: TokenLogprob, table: TokenTable) -> pb.TokenLogprob:
-    return pb.TokenLogprob(
-        token_id=entry.token_id,
-        logprob=entry.logprob,
-        token_bytes=table.bytes_of(entry.token_id),
-        rank=entry.rank,
-        top=[logprob_message(alternative, table) for alternative in entry.top],
-    )
+def logprob_messages(block: LogprobBlock, table: TokenTable) -> Iterator[pb.TokenLogprob]:
+    """One message per token, made when it is asked for."""
+    bytes_of, message = table.bytes_of, pb.TokenLogprob
+    for records in block.entries():
+        own, *top = [
+            message(token_id=token_id, logprob=logprob, rank=rank, token_bytes=bytes_of(token_id))
+            for token_id, logprob, rank in records
+        ]
+        own.top.extend(top)
+        yield own
 
 
 def usage_message(done: RequestDone, completion_tokens: int) -> pb.Usage:

@@ -2,6 +2,7 @@
 
 import argparse
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from engine.config import BLOCK_SIZES, DEVICES, DTYPES, EngineConfig
 from engine.errors import ConfigError
@@ -35,6 +36,9 @@ class ServeOptions:
                 raise ConfigError(f"--{name.replace('_', '-')} must be 0 or more seconds, got {getattr(self, name)}")
         if not 0 < self.slow_consumer_timeout < float("inf"):
             raise ConfigError(f"--slow-consumer-timeout must be above 0 seconds, got {self.slow_consumer_timeout}")
+
+        if self.ready_file is not None and not Path(self.ready_file).absolute().parent.is_dir():
+            raise ConfigError(f"--ready-file {self.ready_file}: there is no such directory")
 
     def effective(self) -> dict[str, str | float | bool | None]:
         """Every option with its value in force, flat."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from engine.outputs import EngineLoad, Event, OutputFinished, PromptLogprobs, RequestDone, Started, TokenOutput
+from service.logprob_block import LogprobBlock
 from service.wire import Notice, Record, Update, pack_record
 
 log = logging.getLogger(__name__)
@@ -72,11 +73,15 @@ class Outbox:
             case TokenOutput(output_index=index):
                 update.tokens.setdefault(index, []).append(event.token_id)
                 if event.logprob is not None:
-                    update.logprobs.setdefault(index, []).append(event.logprob)
+                    if (block := update.logprobs.get(index)) is None:
+                        block = update.logprobs[index] = LogprobBlock()
+                    block.append(event.logprob)
             case Started():
                 update.started = event
             case PromptLogprobs():
-                update.prompt_logprobs.append(event)
+                update.prompt_logprobs = update.prompt_logprobs or LogprobBlock()
+                for entry in event.entries:
+                    update.prompt_logprobs.append(entry)
             case OutputFinished():
                 update.finished.append(event)
             case RequestDone():

@@ -3,9 +3,10 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from engine.outputs import OutputFinished, TokenLogprob
+from engine.outputs import OutputFinished
 from protos.picovllm.inference.v1 import inference_pb2 as pb
-from service.messages import FINISH_REASON, TOKEN_ID_BYTES, delta_messages, logprob_message
+from service.logprob_block import LogprobBlock
+from service.messages import FINISH_REASON, TOKEN_ID_BYTES, delta_messages, logprob_messages
 from service.stop_strings import StopAutomaton
 from service.text import OutputText
 from service.token_bytes import TokenTable
@@ -51,15 +52,16 @@ class OutputProgress:
         """Tokens up to its end; those after a stop string never count."""
         return self._text.token_count
 
-    def on_tokens(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob], ends_with_stop_token: bool) -> None:
+    def on_tokens(self, tokens: Sequence[int], logprobs: LogprobBlock | None, ends_with_stop_token: bool) -> None:
         """New tokens, with their logprobs or none."""
         last = len(tokens) - 1
+        messages = None if logprobs is None else logprob_messages(logprobs, self._table)
         for position, token_id in enumerate(tokens):
             if self.finished is not None:
                 return
             is_stop_token = ends_with_stop_token and position == last
             text = self._text.push_stop_token(token_id) if is_stop_token else self._text.push(token_id)
-            self._keep(text, token_id, logprobs[position] if logprobs else None)
+            self._keep(text, token_id, None if messages is None else next(messages))
             if self._text.stop_text is not None:
                 self._finish(pb.FINISH_REASON_STOP, pb.StopMatch(stop_text=self._text.stop_text))
                 self._on_stop_string(self.index, self.token_count)
@@ -127,7 +129,7 @@ class OutputProgress:
             visible_token_count=self.finished.visible_token_count,
         )
 
-    def _keep(self, text: str, token_id: int, logprob: TokenLogprob | None) -> None:
+    def _keep(self, text: str, token_id: int, logprob: pb.TokenLogprob | None) -> None:
         if self._oldest_pending is None:
             self._oldest_pending = time.monotonic()
         self._keep_text(text)
@@ -135,9 +137,8 @@ class OutputProgress:
             self._token_ids.append(token_id)
             self.pending_bytes += TOKEN_ID_BYTES
         if logprob is not None:
-            message = logprob_message(logprob, self._table)
-            self._logprobs.append(message)
-            self.pending_bytes += message.ByteSize()
+            self._logprobs.append(logprob)
+            self.pending_bytes += logprob.ByteSize()
 
     def _keep_text(self, text: str) -> None:
         text, self._echo = self._echo + text, ""

@@ -14,16 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.outputs import (
-    EngineLoad,
-    OutputFinished,
-    PromptLogprobs,
-    RequestDone,
-    RequestSummary,
-    Started,
-    TokenLogprob,
-)
+from engine.outputs import EngineLoad, OutputFinished, RequestDone, RequestSummary, Started
 from engine.sampling_params import SamplingParams
+from service.logprob_block import LogprobBlock
 from service.served_model import ServedModel
 
 _FRAME = struct.Struct("<II")  # bytes of packed rows, bytes of side data
@@ -127,13 +120,14 @@ class Update:
     """What became known of one request, in the order: started, prompt logprobs, tokens, ends, done.
 
     ``tokens`` and ``logprobs`` are by output index; ``logprobs`` is empty or runs beside ``tokens``.
+    ``prompt_logprobs`` continue where those of the last update ended.
     """
 
     serial: int
     started: Started | None = None
-    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    prompt_logprobs: LogprobBlock | None = None
     tokens: dict[int, list[int]] = field(default_factory=dict)
-    logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
+    logprobs: dict[int, LogprobBlock] = field(default_factory=dict)
     finished: list[OutputFinished] = field(default_factory=list)
     done: RequestDone | None = None
 

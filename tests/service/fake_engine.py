@@ -184,7 +184,7 @@ class FakeEngine:
             if (top := fake.params.prompt_logprobs) is not None:
                 entries = tuple(_logprob(token, top) for token in fake.prompt[start : fake.computed])
                 self._events.append(PromptLogprobs(fake.id, start, entries))
-            if fake.max_tokens == 0:
+            if fake.max_tokens == 0 and fake.computed == len(fake.prompt):
                 for index in range(fake.params.n):
                     self._finish(fake, index, FinishReason.LENGTH)
             return

@@ -261,6 +261,7 @@ def serve(*options: str) -> tuple[int, str]:
         (["--listen", "nonsense"], "--listen must be HOST:PORT or unix:PATH"),
         (["--block-size", "7"], "--block-size"),
         (["--lame-duck", "-1"], "--lame-duck must be 0 or more"),
+        (["--ready-file", "/no/such/place/ready.json"], "--ready-file /no/such/place/ready.json"),
         (["--max-num-seqs", "0"], "max_num_seqs must be positive"),
         (["--gpu-memory-utilization", "2"], "gpu_memory_utilization must be in (0, 1]"),
     ],
