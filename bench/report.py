@@ -45,10 +45,8 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
 
     def line(cells: list[str]) -> str:
-        first, *others = (
-            f"{cell:<{w}}" if i == 0 else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(cells, widths))
-        )
-        return "  ".join([first, *others]).rstrip()
+        padded = [cells[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(cells[1:], widths[1:], strict=True))]
+        return "  ".join(padded).rstrip()
 
     return "\n".join([line(header), line(["-" * width for width in widths]), *map(line, rows)])
 
