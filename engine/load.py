@@ -123,21 +123,26 @@ def _eos_token_ids(generation: dict[str, Any], raw: dict[str, Any], model_config
 
 def _default_sampling(path: Path, generation: dict[str, Any], model_config: ModelConfig) -> SamplingParams:
     """What a request gets that sets nothing. Without ``do_sample`` the model's authors mean greedy."""
+
+    def setting(name: str, default: float) -> float:
+        value = generation.get(name)
+        if value is not None and (not isinstance(value, int | float) or isinstance(value, bool)):
+            raise ModelError(f"{path}: {name} must be a number, got {value!r}")
+        return default if value is None else value
+
+    repetition_penalty = float(setting("repetition_penalty", 1.0))
     if not generation.get("do_sample", False):
-        return SamplingParams(temperature=0.0, repetition_penalty=float(generation.get("repetition_penalty") or 1.0))
-    params = SamplingParams(
-        temperature=float(_or(generation.get("temperature"), 1.0)),
-        top_p=float(_or(generation.get("top_p"), 1.0)),
-        top_k=int(_or(generation.get("top_k"), 0)),
-        min_p=float(_or(generation.get("min_p"), 0.0)),
-        repetition_penalty=float(_or(generation.get("repetition_penalty"), 1.0)),
-    )
+        params = SamplingParams(temperature=0.0, repetition_penalty=repetition_penalty)
+    else:
+        params = SamplingParams(
+            temperature=float(setting("temperature", 1.0)),
+            top_p=float(setting("top_p", 1.0)),
+            top_k=int(setting("top_k", 0)),
+            min_p=float(setting("min_p", 0.0)),
+            repetition_penalty=repetition_penalty,
+        )
     try:
         params.check(model_config.vocab_size)
     except InvalidRequest as error:
         raise ModelError(f"{path}: {error}") from None
     return params
-
-
-def _or(value: Any, default: Any) -> Any:
-    return default if value is None else value

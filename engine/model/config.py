@@ -8,7 +8,15 @@ from typing import Any
 from engine.errors import ModelError
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_REQUIRED: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor",),
+}
+ROPE_TYPES = tuple(ROPE_REQUIRED)
+YARN_OPTIONS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+ROPE_NUMBERS = frozenset((*ROPE_REQUIRED["llama3"], *YARN_OPTIONS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +68,10 @@ def load_model_config(directory: Path) -> ModelConfig:
     """Parse ``config.json``. Raises `ModelError` for anything missing, unknown or unsupported."""
     path = directory / "config.json"
     raw = read_json(path)
-    architecture = (raw.get("architectures") or [None])[0]
+    architectures = raw.get("architectures") or [None]
+    if not isinstance(architectures, list):
+        raise ModelError(f"{path}: architectures must be a list, got {architectures!r}")
+    architecture = architectures[0]
     if architecture not in ARCHITECTURES:
         raise ModelError(f"{path}: architecture {architecture!r} is not served; known: {', '.join(ARCHITECTURES)}")
     _refuse_unsupported(path, raw)
@@ -79,7 +90,7 @@ def load_model_config(directory: Path) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=_head_dim(path, raw, architecture, hidden_size, num_heads),
-        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        norm_eps=_number(path, "rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
         max_position_embeddings=_positive(path, raw, "max_position_embeddings"),
         rope=_rope_config(path, raw),
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
@@ -125,6 +136,12 @@ def _positive(path: Path, raw: dict[str, Any], name: str) -> int:
     return value
 
 
+def _number(path: Path, name: str, value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ModelError(f"{path}: {name} must be a number, got {value!r}")
+    return float(value)
+
+
 def _rope_config(path: Path, raw: dict[str, Any]) -> RopeConfig:
     """RoPE settings in either spelling: ``rope_parameters``, or ``rope_theta`` beside ``rope_scaling``."""
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
@@ -133,12 +150,12 @@ def _rope_config(path: Path, raw: dict[str, Any]) -> RopeConfig:
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in ROPE_TYPES:
         raise ModelError(f"{path}: rope scaling {kind!r} is not supported; known: {', '.join(ROPE_TYPES)}")
-    theta = scaling.get("rope_theta", raw.get("rope_theta", 10000.0))
-    parameters = {k: v for k, v in scaling.items() if k not in ("rope_type", "type", "rope_theta")}
-    if kind != "default" and "factor" not in parameters:
-        raise ModelError(f"{path}: rope scaling {kind!r} needs a factor")
-    if kind == "llama3":
-        for name in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
-            if name not in parameters:
-                raise ModelError(f"{path}: rope scaling 'llama3' needs {name}")
-    return RopeConfig(kind=kind, theta=float(theta), parameters=parameters)
+    theta = _number(path, "rope_theta", scaling.get("rope_theta", raw.get("rope_theta", 10000.0)))
+    # A setting that is null is one that is not given.
+    parameters = {k: v for k, v in scaling.items() if k not in ("rope_type", "type", "rope_theta") and v is not None}
+    for name in ROPE_REQUIRED[kind]:
+        if name not in parameters:
+            raise ModelError(f"{path}: rope scaling {kind!r} needs {name}")
+    for name in ROPE_NUMBERS & parameters.keys():
+        _number(path, name, parameters[name])
+    return RopeConfig(kind=kind, theta=theta, parameters=parameters)

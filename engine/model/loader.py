@@ -138,8 +138,8 @@ def _weight_files(directory: Path) -> list[str]:
     index = directory / "model.safetensors.index.json"
     if index.exists():
         weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ModelError(f"{index}: weight_map is missing")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ModelError(f"{index}: weight_map must name a file for every tensor")
         return sorted(set(weight_map.values()))
     if (directory / "model.safetensors").exists():
         return ["model.safetensors"]
