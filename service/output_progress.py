@@ -43,6 +43,7 @@ class OutputProgress:
         self._logprobs: list[pb.TokenLogprob] = []
         self._sent_tokens = 0
         self._finish_sent = False
+        self._shown = False  # whether anything was sent: the first that can be shown goes at once
         self._oldest_pending: float | None = None
         self.finished: pb.Finished | None = None
         self.pending_bytes = 0
@@ -85,7 +86,7 @@ class OutputProgress:
         if waiting == 0:
             return False
         options = self._generation
-        return self._sent_tokens == 0 or waiting >= options.flush_tokens or now >= self.flush_time
+        return not self._shown or waiting >= options.flush_tokens or now >= self.flush_time
 
     @property
     def told(self) -> bool:
@@ -101,20 +102,25 @@ class OutputProgress:
         return self._oldest_pending + interval
 
     def take(self) -> Iterator[pb.StreamResponse]:
-        """Messages with all that is pending; the end, too, when it has ended."""
+        """Messages with all that is pending; the end, too, when it has ended.
+
+        What is taken is settled at once: more may arrive while the first message is being written.
+        """
+        finished = None if self._finish_sent else self.finished
+        self._finish_sent = self.finished is not None
         count = self.token_count - self._sent_tokens
         deltas = delta_messages(
             self.index, self._sent_tokens, count,
             text="".join(self._texts), token_ids=self._token_ids, logprobs=self._logprobs,
         )
+        self._shown = self._shown or bool(self._texts or self._token_ids or self._logprobs)
         self._texts, self._token_ids, self._logprobs = [], [], []
         self._sent_tokens += count
         self._oldest_pending = None
         self.pending_bytes = 0
         yield from deltas
-        if self.finished is not None and not self._finish_sent:
-            self._finish_sent = True
-            yield pb.StreamResponse(finished=self.finished)
+        if finished is not None:
+            yield pb.StreamResponse(finished=finished)
 
     def whole(self) -> pb.Output:
         """All of it, for a unary result. Needs an output that has finished and of which nothing was taken."""
