@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 from engine.errors import EngineError, InvalidRequest
 from service.errors import field_errors, from_engine
+from service.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from service.served_model import ServedModel
 from service.tokenizer import Tokenizer
-from service.validate import ChatPrompt, Generation, Prompt, TextPrompt, TokenPrompt
+from service.validate import Generation
 
 
 @dataclass(frozen=True, slots=True)

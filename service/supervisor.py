@@ -55,6 +55,7 @@ class Supervisor:
         self._signals_seen = 0
         self._kill_at = float("inf")
         self._announced = False
+        self._failure_told = False
 
     def run(self) -> ExitCode:
         wake, wake_end = socket.socketpair()
@@ -110,7 +111,8 @@ class Supervisor:
             return False
         if isinstance(message, FrontReady):
             self._announce(message)
-        else:
+        elif not self._failure_told:  # one line: engine and front may both miss something in a bad directory
+            self._failure_told = True
             print(f"picovllm-serve: {message}", file=sys.stderr, flush=True)
         return True
 

@@ -7,17 +7,25 @@ import re
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
-from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from engine.sampling_params import LogprobsMode, SamplingParams
 from protos.picovllm.inference.v1 import inference_pb2 as pb
-from service.chat_template import RESERVED_VARIABLES
 from service.errors import Reason, ServiceError, field_errors
+from service.prompts import (
+    FIELD_OF_PROMPT,
+    ChatPrompt,
+    Prompt,
+    TextPrompt,
+    Violations,
+    chat_prompt,
+    check_ids,
+    check_prompt,
+    text_prompt,
+)
 from service.served_model import ServedModel
 
 MAX_STOP_STRINGS = 16
@@ -35,31 +43,6 @@ _SAMPLING_FIELDS = (
 )
 _STOPPING_FIELDS = ("max_tokens", "min_tokens", "stop_token_ids", "ignore_eos")
 _OUTPUT_FIELDS = ("top_logprobs", "prompt_logprobs", "logprobs_mode")
-
-Violations = list[tuple[str, str]]
-
-
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    messages: tuple[dict[str, str], ...]
-    add_generation_prompt: bool
-    variables: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class TextPrompt:
-    text: str
-    add_special_tokens: bool
-
-
-@dataclass(frozen=True, slots=True)
-class TokenPrompt:
-    ids: list[int]
-
-
-Prompt = ChatPrompt | TextPrompt | TokenPrompt
-_PATH_OF_PROMPT = {ChatPrompt: "chat", TextPrompt: "text", TokenPrompt: "token_ids"}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
@@ -115,7 +98,7 @@ def check_tokenize(request: pb.TokenizeRequest, model: str) -> TextPrompt | Chat
         raise field_errors([("input", "set one of text and chat")])
     if kind != "text" and request.HasField("add_special_tokens"):
         found.append(("add_special_tokens", "is for text only"))
-    prompt = _chat(request.chat, "chat", found) if kind == "chat" else _text(request)
+    prompt = chat_prompt(request.chat, "chat", found) if kind == "chat" else text_prompt(request)
     if found:
         raise field_errors(found)
     return prompt
@@ -127,7 +110,7 @@ def check_detokenize(request: pb.DetokenizeRequest, info: ServedModel, model: st
     check_model(request.model, model)
     found: Violations = []
     ids = list(request.token_ids)
-    _check_ids(ids, "token_ids", info, found)
+    check_ids(ids, "token_ids", info, found)
     if found:
         raise field_errors(found)
     return ids, request.skip_special_tokens if request.HasField("skip_special_tokens") else True
@@ -156,7 +139,7 @@ def _check_spec(spec: pb.GenerationSpec, info: ServedModel, model: str, found: V
         raise ServiceError(Reason.FEATURE_UNSUPPORTED, f"spec.constraint ({kind}) is not supported by this version")
     if spec.request_id and not valid_request_id(spec.request_id):
         found.append(("spec.request_id", "must be 1 to 128 characters of A-Z a-z 0-9 . _ : -"))
-    prompt = _prompt(spec, info, found)
+    prompt = check_prompt(spec, info, found)
     params = _params(spec, info, found)
     stops = _stop_strings(spec.stopping.stop_strings, found)
     if (size := len(spec.cache.cache_salt.encode())) > MAX_SALT_BYTES:
@@ -178,55 +161,8 @@ def _check_spec(spec: pb.GenerationSpec, info: ServedModel, model: str, found: V
         priority=spec.priority,
         queue_timeout=queue_timeout,
         max_duration=max_duration,
-        path_of={**_PATH_OF, "prompt_token_ids": f"spec.{_PATH_OF_PROMPT[type(prompt)]}", "chat": "spec.chat"},
+        path_of={**_PATH_OF, "prompt_token_ids": f"spec.{FIELD_OF_PROMPT[type(prompt)]}", "chat": "spec.chat"},
     )
-
-
-def _prompt(spec: pb.GenerationSpec, info: ServedModel, found: Violations) -> Prompt | None:
-    kind = spec.WhichOneof("prompt")
-    if spec.HasField("add_special_tokens") and kind != "text":
-        found.append(("spec.add_special_tokens", "is for text only"))
-    if kind == "text":
-        return _text(spec)
-    if kind == "chat":
-        return _chat(spec.chat, "spec.chat", found)
-    if kind == "token_ids":
-        ids = list(spec.token_ids.ids)
-        if not ids:
-            found.append(("spec.token_ids.ids", "must hold at least one token"))
-        _check_ids(ids, "spec.token_ids.ids", info, found)
-        return TokenPrompt(ids)
-    found.append(("spec.prompt", "set one of text, token_ids and chat"))
-    return None
-
-
-def _text(holder: pb.GenerationSpec | pb.TokenizeRequest) -> TextPrompt:
-    add_special = holder.add_special_tokens if holder.HasField("add_special_tokens") else True
-    return TextPrompt(holder.text, add_special)
-
-
-def _chat(chat: pb.Chat, path: str, found: Violations) -> ChatPrompt:
-    if not chat.messages:
-        found.append((f"{path}.messages", "must hold at least one message"))
-    messages = tuple({"role": message.role, "content": message.content} for message in chat.messages)
-    for index, message in enumerate(messages):
-        if not message["role"]:
-            found.append((f"{path}.messages[{index}].role", "must not be empty"))
-    variables = _plain(MessageToDict(chat.template_kwargs)) if chat.HasField("template_kwargs") else {}
-    for name in RESERVED_VARIABLES:
-        if name in variables:
-            found.append((f"{path}.template_kwargs", f"may not define {name}"))
-    add_prompt = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
-    return ChatPrompt(messages, add_prompt, variables)
-
-
-def _plain(value: Any) -> Any:
-    """A Struct knows only doubles: whole numbers become integers again, as the caller wrote them."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _params(spec: pb.GenerationSpec, info: ServedModel, found: Violations) -> SamplingParams:
@@ -261,13 +197,6 @@ def _stop_strings(stops: Sequence[str], found: Violations) -> tuple[str, ...]:
         if not 1 <= (size := len(stop.encode())) <= MAX_STOP_BYTES:
             found.append((f"spec.stopping.stop_strings[{index}]", f"must be 1 to {MAX_STOP_BYTES} bytes, got {size}"))
     return tuple(stops)
-
-
-def _check_ids(ids: list[int], path: str, info: ServedModel, found: Violations) -> None:
-    vocab = info.limits.vocab_size
-    if ids and max(ids) >= vocab:
-        index = next(i for i, token_id in enumerate(ids) if token_id >= vocab)
-        found.append((f"{path}[{index}]", f"{ids[index]} is outside the vocabulary of {vocab}"))
 
 
 def _positive_seconds(holder: Message, name: str, path: str, found: Violations) -> float | None:

@@ -286,9 +286,21 @@ def test_an_unknown_model_stops_the_start(model: str, said: str) -> None:
 def test_a_directory_that_is_no_model_stops_the_start(tmp_path: Path) -> None:
     code, errors = serve("--model", str(tmp_path), "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0")
     assert code == 2
-    told = [line for line in errors.splitlines() if line.startswith("picovllm-serve:")]
-    assert told
-    assert all("missing" in line for line in told)
+    (told,) = [line for line in errors.splitlines() if line.startswith("picovllm-serve:")]
+    assert "missing" in told or "config.json" in told
+    assert "Traceback" not in errors
+
+
+def test_a_truncated_weight_file_stops_the_start(tmp_path: Path, tiny_dir: Path) -> None:
+    for file in tiny_dir.iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = (tiny_dir / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    code, errors = serve("--model", str(tmp_path), "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0")
+    assert code == 2
+    (told,) = [line for line in errors.splitlines() if line.startswith("picovllm-serve:")]
+    assert "model.safetensors" in told
     assert "Traceback" not in errors
 
 

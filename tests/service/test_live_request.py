@@ -19,8 +19,9 @@ from service.errors import Reason, ServiceError
 from service.live_request import LiveRequest
 from service.output_budget import OutputBudget
 from service.prepare import Prepared
+from service.prompts import TokenPrompt
 from service.token_bytes import TokenTable
-from service.validate import Generation, TokenPrompt
+from service.validate import Generation
 from service.wire import Update
 from tests.service.text_tables import split, table_of
 

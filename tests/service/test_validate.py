@@ -5,18 +5,16 @@ from typing import Any
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
-from google.protobuf.struct_pb2 import Struct
+from google.protobuf.struct_pb2 import ListValue, Struct, Value
 
 from engine.limits import Limits
 from engine.sampling_params import LogprobsMode, SamplingParams
 from protos.picovllm.inference.v1 import inference_pb2 as pb
 from service.errors import Reason, ServiceError
+from service.prompts import ChatPrompt, TextPrompt, TokenPrompt
 from service.served_model import ServedModel
 from service.validate import (
-    ChatPrompt,
     Generation,
-    TextPrompt,
-    TokenPrompt,
     check_detokenize,
     check_generate,
     check_stream,
@@ -148,6 +146,15 @@ def test_prompts_of_every_kind() -> None:
     assert prompt == ChatPrompt(({"role": "user", "content": "hi"},), True, {"tools": ["x", 2, {"deep": 2.5}]})
     variables.update({"messages": []})
     chat.template_kwargs.CopyFrom(variables)
+    assert list(violations(chat=chat)) == ["spec.chat.template_kwargs"]
+
+
+@pytest.mark.parametrize(
+    "value", [Value(number_value=math.nan), Value(number_value=math.inf), Value(), Value(list_value=ListValue(values=[Value()]))]
+)
+def test_template_variables_must_be_values(value: Value) -> None:
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="x")])
+    chat.template_kwargs.fields["x"].CopyFrom(value)
     assert list(violations(chat=chat)) == ["spec.chat.template_kwargs"]
 
 
