@@ -150,7 +150,11 @@ def test_prompts_of_every_kind() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [Value(number_value=math.nan), Value(number_value=math.inf), Value(), Value(list_value=ListValue(values=[Value()]))]
+    "value",
+    [
+        Value(number_value=math.nan), Value(number_value=math.inf), Value(),
+        Value(list_value=ListValue(values=[Value()])),
+    ],
 )
 def test_template_variables_must_be_values(value: Value) -> None:
     chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="x")])
