@@ -123,4 +123,5 @@ def check_record(record: TokenLogprob, token: int, logits: Tensor, top: int) -> 
 
 
 def _rank_range(logprobs: Tensor, exact: float) -> tuple[int, int]:
-    return int((logprobs > exact + TOLERANCE).sum()) + 1, int((logprobs > exact - TOLERANCE).sum()) + 1
+    """The second count has the token itself in it."""
+    return int((logprobs > exact + TOLERANCE).sum()) + 1, int((logprobs > exact - TOLERANCE).sum())

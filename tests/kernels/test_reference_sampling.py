@@ -271,6 +271,16 @@ def test_top_p_stops_as_soon_as_it_is_reached(top_p: float, kept: list[int], dev
     assert (ours[0] > NEVER).nonzero().flatten().tolist() == kept
 
 
+def test_top_p_one_cuts_nothing_however_unlikely(device: str) -> None:
+    """Next to a logit of 50, float32 sums of the others' probabilities do not grow."""
+    logits = torch.full((1, 2000), -50.0, device=device)
+    logits[0, 9] = 50.0
+    one, zero = torch.ones(1, device=device), torch.zeros(1, device=device)
+    ours = filter_logits(logits, torch.tensor([3], device=device), one, zero)
+    assert (ours[0] > NEVER).nonzero().flatten().tolist() == [0, 1, 9]
+    assert torch.equal(filter_logits(logits, zero.long(), one, zero), logits)
+
+
 def test_nan_is_not_filtered_away(device: str) -> None:
     """The sampler must see it."""
     logits = torch.zeros(1, 3000, device=device)
