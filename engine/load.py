@@ -130,6 +130,12 @@ def _default_sampling(path: Path, generation: dict[str, Any], model_config: Mode
             raise ModelError(f"{path}: {name} must be a number, got {value!r}")
         return default if value is None else value
 
+    def whole(name: str) -> int:
+        value = setting(name, 0)
+        if value != int(value):
+            raise ModelError(f"{path}: {name} must be a whole number, got {value!r}")
+        return int(value)
+
     repetition_penalty = float(setting("repetition_penalty", 1.0))
     if not generation.get("do_sample", False):
         params = SamplingParams(temperature=0.0, repetition_penalty=repetition_penalty)
@@ -137,7 +143,7 @@ def _default_sampling(path: Path, generation: dict[str, Any], model_config: Mode
         params = SamplingParams(
             temperature=float(setting("temperature", 1.0)),
             top_p=float(setting("top_p", 1.0)),
-            top_k=int(setting("top_k", 0)),
+            top_k=whole("top_k"),
             min_p=float(setting("min_p", 0.0)),
             repetition_penalty=repetition_penalty,
         )

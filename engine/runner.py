@@ -1,9 +1,12 @@
 """The runner: weights, KV tensors and sampling of one device. Takes plans, gives tokens."""
 
+import math
+
 import torch
 from torch import Tensor
 
 from engine.batch import BatchBuilder, StepInputs
+from engine.errors import ConfigError
 from engine.lifecycle import StepResult
 from engine.model.rope import cos_sin_table
 from engine.model.transformer import Transformer
@@ -35,6 +38,16 @@ class StepHandle:
         )
 
 
+def _allocate_kv(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The KV pool. Unwritten KV is never read, so it is not cleared. Raises `ConfigError` when memory does not do."""
+    try:
+        return torch.empty(shape, dtype=dtype, device=device)
+    except RuntimeError:  # what both allocators raise; on cuda its subclass OutOfMemoryError
+        gib = math.prod(shape) * dtype.itemsize / 2**30
+        message = f"{shape[2]} KV blocks need {gib:.1f} GiB on {device}, which cannot be had; lower num_gpu_blocks"
+        raise ConfigError(f"{message} or gpu_memory_utilization") from None
+
+
 class Runner:
     """Owns the model, the paged KV cache [L, 2, blocks, block_size, K, D] and the per-slot sampling state."""
 
@@ -52,8 +65,7 @@ class Runner:
         device, dtype = embedding.device, embedding.dtype
         self._model = model
         shape = (config.num_layers, 2, num_blocks, block_size, config.num_kv_heads, config.head_dim)
-        # Unwritten KV is never read, so it need not be cleared.
-        self.kv_cache = torch.empty(shape, dtype=dtype, device=device)
+        self.kv_cache = _allocate_kv(shape, dtype, device)
         self._state = SamplingState(num_slots, config.vocab_size, eos_token_ids, device)
         self._sampler = Sampler(self._state, eos_token_ids)
         cos_sin = cos_sin_table(config, max_model_len).to(device)

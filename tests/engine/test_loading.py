@@ -289,3 +289,9 @@ def test_a_context_above_the_models_is_refused(model: Path) -> None:
     assert load(model, max_model_len=100).info.limits.max_model_len == 100
     with pytest.raises(ConfigError, match=r"max_model_len 513.*512"):
         load(model, max_model_len=513)
+
+
+def test_a_top_k_that_is_no_whole_number_is_refused_and_not_cut(model: Path) -> None:
+    edit_json(model / "generation_config.json", do_sample=True, top_k=20.7)
+    with pytest.raises(ModelError, match=r"top_k must be a whole number, got 20\.7"):
+        load(model)

@@ -8,7 +8,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.errors import DuplicateRequest, ExceedsKVCapacity, InvalidRequest, Overloaded, PromptTooLong
+from engine.errors import ConfigError, DuplicateRequest, ExceedsKVCapacity, InvalidRequest, Overloaded, PromptTooLong
 from engine.outputs import FailReason, RequestDone, TokenOutput
 from engine.sampling_params import SamplingParams
 from tests.engine.models import make_model
@@ -142,3 +142,9 @@ def test_two_engines_in_one_process_do_not_meet(model_dir: Path, tiny_dir: Path,
         for i, engine in enumerate((one, other)):
             tokens[i] += [event.token_id for event in engine.step().events if isinstance(event, TokenOutput)]
     assert tokens == alone
+
+
+def test_a_pool_that_memory_cannot_hold_is_one_line_with_what_to_lower(model_dir: Path, device: str) -> None:
+    with pytest.raises(ConfigError, match=r"GiB on .*lower num_gpu_blocks") as caught:
+        engine_of(model_dir, device, num_gpu_blocks=10**12)
+    assert "\n" not in str(caught.value)

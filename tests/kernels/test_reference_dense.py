@@ -104,11 +104,15 @@ def test_silu_mul_of_a_strided_input(dtype: torch.dtype, device: str) -> None:
 
 
 def assert_linear_near(ours: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """The error of a sum is relative to the sum of the absolute terms."""
+    """The error of a sum is relative to the sum of the absolute terms.
+
+    Half types get two roundings: cuBLAS may round the sum once before it adds the bias, or a part of it.
+    """
     exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     size = F.linear(x.double().abs(), weight.double().abs(), None if bias is None else bias.double().abs())
     assert ours.dtype == x.dtype
-    assert ((ours.double() - exact).abs() <= TOLERANCE[x.dtype] * exact.abs() + 2e-6 * size).all()
+    partial = 0 if x.dtype == torch.float32 or x.device.type == "cpu" else TOLERANCE[x.dtype] * size / 16
+    assert ((ours.double() - exact).abs() <= TOLERANCE[x.dtype] * exact.abs() + 2e-6 * size + partial).all()
 
 
 @each_dtype

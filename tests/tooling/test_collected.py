@@ -4,7 +4,7 @@ import pytest
 
 from tests.conftest import COLLECTED
 
-MINIMUM = {"clients": 40, "tooling": 20}
+MINIMUM = {"clients": 50, "engine": 290, "kernels": 240, "service": 240, "tooling": 30}
 
 
 def test_enough_tests_are_collected(request: pytest.FixtureRequest) -> None:
