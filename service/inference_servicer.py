@@ -168,17 +168,19 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         )
 
     def _response(self, call: LiveRequest, echo: bool) -> pb.GenerateResponse:
+        """In a thread. Logprobs are added one by one: all in one call would keep the interpreter lock too long."""
         assert call.done is not None
-        return pb.GenerateResponse(
+        response = pb.GenerateResponse(
             request_id=call.request_id,
             model=self._runtime.options.served_model_name,
             outputs=call.outputs(),
             prompt_token_ids=call.prompt if echo else [],
-            prompt_logprobs=call.prompt_logprobs(),
             seed=call.started.seed if call.started else 0,
             usage=call.usage(),
             timings=timings_message(call.done.timings, call.receive_time),
         )
+        response.prompt_logprobs.extend(call.prompt_logprobs())
+        return response
 
     def _finished(self, call: LiveRequest) -> None:
         """A request that ended well: one line and the metrics."""

@@ -21,7 +21,7 @@ from service.token_bytes import TokenTable
 from service.wire import Update
 
 log = logging.getLogger(__name__)
-_PROMPT_SLICE = 256  # tokens of a prompt chunk: bounds what is made between two turns of the event loop
+_PROMPT_SLICE = 128  # tokens of a prompt chunk: bounds what is made between two turns of the event loop
 _PHASE_OF_DEADLINE = {
     Reason.DEADLINE_QUEUED: "before the request was scheduled",
     Reason.DEADLINE_PREFILL: "before the first token",
@@ -147,8 +147,8 @@ class LiveRequest:
         """The whole result."""
         return [output.whole() for output in self._outputs]
 
-    def prompt_logprobs(self) -> list[pb.TokenLogprob]:
-        return list(self._prompt_messages(self._prompt_blocks))
+    def prompt_logprobs(self) -> Iterator[pb.TokenLogprob]:
+        return self._prompt_messages(self._prompt_blocks)
 
     def deadline_error(self) -> ServiceError:
         if self.started is None:

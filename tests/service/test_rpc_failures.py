@@ -150,11 +150,11 @@ def test_queue_bounds_and_queue_timeout(start_fake: StartServer) -> None:
 
 def test_deadlines_in_every_phase_show_our_details(start_fake: StartServer) -> None:
     """40 of 40 calls see the server's status and not their own timer."""
-    server = start_fake("--max-num-seqs", "4", "--fake-step-time", "0.005")
+    server = start_fake("--max-num-seqs", "4", "--fake-step-time", "0.02")
     stub = server.stub()
     prefill = spec(token_ids=pb.TokenIds(ids=[5] * 8000), max_tokens=2, priority=5, sampling=pb.Sampling(n=1))
     for request, timeout, reason in (
-        (spec(max_tokens=LONG), 0.25, "DEADLINE_DECODE"), (prefill, 0.06, "DEADLINE_PREFILL"),
+        (spec(max_tokens=LONG), 0.25, "DEADLINE_DECODE"), (prefill, 0.22, "DEADLINE_PREFILL"),
     ):
         for call in (lambda r=request, t=timeout: generate(stub, r, timeout=t),
                      lambda r=request, t=timeout: stream(stub, r, timeout=t)):
@@ -164,7 +164,7 @@ def test_deadlines_in_every_phase_show_our_details(start_fake: StartServer) -> N
     for events in block:
         wait_started(events)
     for _ in range(20):
-        check(failure_of(lambda: generate(stub, spec(), timeout=0.15)), CODES.DEADLINE_EXCEEDED, "DEADLINE_QUEUED")
+        check(failure_of(lambda: generate(stub, spec(), timeout=0.22)), CODES.DEADLINE_EXCEEDED, "DEADLINE_QUEUED")
     assert server.load().decoding_requests == 4
     for events in block:
         events.cancel()
