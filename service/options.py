@@ -64,11 +64,18 @@ def _check_address(option: str, address: str, insecure: bool) -> None:
         )
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Tells a default only where there is one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default in (None, False) else super()._get_help_string(action)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """An unknown option ends the program with exit code 2."""
     parser = argparse.ArgumentParser(
         prog="picovllm-serve", description="Serve a language model over gRPC.", allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Help,
     )
     add = parser.add_argument
     add("--model", required=True, metavar="DIR|smollm2|HUB_ID", help="what to serve")
