@@ -4,6 +4,7 @@ import asyncio
 import logging
 import socket
 import sys
+import time
 from collections.abc import Awaitable
 from multiprocessing.connection import Connection
 
@@ -13,7 +14,7 @@ from engine.errors import ConfigError, EngineError
 from service.admin_messages import Workers
 from service.drain import Drainer
 from service.engine_client import EngineClient
-from service.front_ready import FrontProcessOptions, FrontReady
+from service.front_ready import FrontDraining, FrontProcessOptions, FrontReady
 from service.instance import Instance, State
 from service.log import set_up_logging
 from service.process import ExitCode, bind_life_to_parent
@@ -125,6 +126,8 @@ class Front:
             return
         if order == "drain":
             self._drainer.terminate()
+            if (drain := self._instance.drain) is not None:
+                self._supervisor.send(FrontDraining(max(drain.deadline_time - time.time(), 0.0)))
         else:
             self._drainer.shutdown(immediate=True, reason="terminated by a second signal")
 

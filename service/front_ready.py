@@ -1,4 +1,4 @@
-"""What supervisor and front tell each other: the front's options and its announcement. Free of gRPC."""
+"""What supervisor and front tell each other: the front's options and its announcements. Free of gRPC."""
 
 from dataclasses import dataclass
 
@@ -19,3 +19,10 @@ class FrontReady:
     inference: str
     admin: str
     model: ServedModel
+
+
+@dataclass(frozen=True, slots=True)
+class FrontDraining:
+    """The answer to a signal: the drain that is on its way, begun by it or before it, ends within ``seconds``."""
+
+    seconds: float

@@ -19,12 +19,12 @@ from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
 
 from service.engine_process import EngineProcessOptions, engine_main
-from service.front_ready import FrontProcessOptions, FrontReady
+from service.front_ready import FrontDraining, FrontProcessOptions, FrontReady
 from service.options import ServeOptions
 from service.process import ExitCode
 
 log = logging.getLogger(__name__)
-_STOP_MARGIN = 15.0  # s beyond lame duck and drain until a front that does not end is killed
+_STOP_MARGIN = 15.0  # s beyond the end of the drain until a front that does not end is killed
 _IMMEDIATE_MARGIN = 5.0
 _CHILD_EXIT_WAIT = 5.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -113,6 +113,9 @@ class Supervisor:
             return False
         if isinstance(message, FrontReady):
             self._announce(message)
+        elif isinstance(message, FrontDraining):  # it may be a longer one, asked for by an administrator
+            if self._signals_seen == 1:
+                self._kill_at = time.monotonic() + message.seconds + _STOP_MARGIN
         elif not self._failure_told:  # one line: engine and front may both miss something in a bad directory
             self._failure_told = True
             print(f"picovllm-serve: {message}", file=sys.stderr, flush=True)

@@ -127,6 +127,21 @@ def test_a_second_signal_is_immediate(start_fake: StartServer, number: signal.Si
     assert_gone(pids)
 
 
+@pytest.mark.slow
+def test_a_signal_does_not_shorten_a_longer_shutdown_of_an_administrator(start_fake: StartServer) -> None:
+    """By its own options the server would be killed 15.1 s after the signal; the request needs longer."""
+    server = start_fake("--lame-duck", "0", "--drain-timeout", "0.1", "--fake-step-time", "0.005")
+    running = Collector(stream(server.stub(), spec(max_tokens=3600)))
+    server.admin.Shutdown(pb.ShutdownRequest(timeout=Duration(seconds=60)))
+    wait_state(server, pb.INSTANCE_STATE_DRAINING)
+    begin = time.monotonic()
+    server.terminate()
+    assert server.wait(40) == 0
+    assert time.monotonic() - begin > 15.5, "too short to show anything"
+    running.join(5)
+    assert running.failure is None
+
+
 def test_a_signal_to_the_whole_group_drains_as_well(start_fake: StartServer) -> None:
     server = start_fake("--lame-duck", "0.3")
     running = Collector(stream(server.stub(), spec(max_tokens=300)))
