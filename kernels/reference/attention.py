@@ -15,7 +15,7 @@ from torch import Tensor
 SMALLEST_GROUP_BITS = 7
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DecodeGroup:
     """Rows of like length that are attended together: ``rows`` int64 [b], or None for all of them in order.
 
@@ -28,7 +28,7 @@ class DecodeGroup:
     mask: Tensor | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DecodeMeta:
     """One query token per sequence. ``block_tables`` int64 [B, M]; ``context_lens`` int64 [B], the new token included.
 
@@ -65,7 +65,7 @@ class DecodeMeta:
         return DecodeGroup(rows, torch.where(valid, slots, slots[:, :1]), mask[:, None, None, :])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PrefillSequence:
     """Query tokens ``[query_start, query_start + query_len)`` of the flat batch, the last ones of ``context_len``."""
 
