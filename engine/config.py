@@ -7,6 +7,8 @@ from engine.errors import ConfigError
 BLOCK_SIZES = (8, 16, 32, 64)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
+DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
+DEFAULT_CPU_KV_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,7 +17,8 @@ class EngineConfig:
 
     ``model``: a Hugging Face directory. ``device``: cpu or cuda. ``dtype`` auto = the checkpoint's.
     ``block_size`` tokens per KV block. ``num_gpu_blocks`` fixes the KV pool (on either device); else it is sized from
-    memory: ``gpu_memory_utilization`` of the card on cuda, ``cpu_kv_bytes`` on cpu. ``max_model_len`` None = the
+    memory: ``gpu_memory_utilization`` of the card on cuda (None = 0.9), ``cpu_kv_bytes`` on cpu (None = 1 GiB);
+    of the three at most one may be set, and the last two only for their device. ``max_model_len`` None = the
     model's own context. ``max_num_seqs`` outputs in one batch; ``max_num_batched_tokens`` tokens in one step.
     ``pipeline_depth`` 1 = plain stepping, 2 = the next step is launched before the last one's tokens are known;
     None = 2 on cuda, and 1 on cpu, where nothing overlaps. ``max_queued_requests`` and ``max_queued_tokens`` bound
@@ -27,8 +30,8 @@ class EngineConfig:
     dtype: str = "auto"
     block_size: int = 16
     num_gpu_blocks: int | None = None
-    gpu_memory_utilization: float = 0.9
-    cpu_kv_bytes: int = 1 << 30
+    gpu_memory_utilization: float | None = None
+    cpu_kv_bytes: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
@@ -52,10 +55,22 @@ class EngineConfig:
             (self.dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}"),
             (self.block_size in BLOCK_SIZES, f"block_size must be one of {BLOCK_SIZES}, got {self.block_size}"),
             (
-                0 < self.gpu_memory_utilization <= 1,
+                self.gpu_memory_utilization is None or 0 < self.gpu_memory_utilization <= 1,
                 f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}",
             ),
             (self.pipeline_depth in (None, 1, 2), f"pipeline_depth must be 1 or 2, got {self.pipeline_depth}"),
+            (
+                self.device == "cuda" or self.gpu_memory_utilization is None,
+                "gpu_memory_utilization is for cuda; on cpu set cpu_kv_bytes or num_gpu_blocks",
+            ),
+            (
+                self.device == "cpu" or self.cpu_kv_bytes is None,
+                "cpu_kv_bytes is for cpu; on cuda set gpu_memory_utilization or num_gpu_blocks",
+            ),
+            (
+                self.num_gpu_blocks is None or (self.gpu_memory_utilization is None and self.cpu_kv_bytes is None),
+                "num_gpu_blocks fixes the KV pool: set either it or a share of memory, not both",
+            ),
             (
                 self.max_num_batched_tokens >= self.max_num_seqs,
                 f"max_num_batched_tokens {self.max_num_batched_tokens} must be at least "

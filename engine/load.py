@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from engine.config import EngineConfig
+from engine.config import DEFAULT_CPU_KV_BYTES, DEFAULT_GPU_MEMORY_UTILIZATION, EngineConfig
 from engine.errors import ConfigError, InvalidRequest, ModelError
 from engine.limits import Limits
 from engine.model.config import ModelConfig, load_model_config, read_json
@@ -93,7 +93,8 @@ def _num_blocks(config: EngineConfig, model_config: ModelConfig, bytes_per_token
     """As asked for; else what the memory budget holds, but no more than all seats could ever fill."""
     if config.num_gpu_blocks is not None:
         return config.num_gpu_blocks
-    budget = config.cpu_kv_bytes if config.device == "cpu" else _free_cuda_bytes(config, model_config)
+    on_cpu = config.device == "cpu"
+    budget = config.cpu_kv_bytes or DEFAULT_CPU_KV_BYTES if on_cpu else _free_cuda_bytes(config, model_config)
     blocks = budget // (bytes_per_token * config.block_size)
     if blocks < 1:
         raise ConfigError(
@@ -109,7 +110,8 @@ def _free_cuda_bytes(config: EngineConfig, model_config: ModelConfig) -> int:
     widest = 4 * model_config.intermediate_size + 4 * model_config.hidden_size
     activations = config.max_num_batched_tokens * widest * 4
     logits = config.max_num_seqs * model_config.vocab_size * 4 * 8
-    return int(total * config.gpu_memory_utilization) - (total - free) - activations - logits
+    share = config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION
+    return int(total * share) - (total - free) - activations - logits
 
 
 def _eos_token_ids(generation: dict[str, Any], raw: dict[str, Any], model_config: ModelConfig) -> tuple[int, ...]:

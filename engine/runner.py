@@ -45,7 +45,7 @@ def _allocate_kv(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
     except RuntimeError:  # what both allocators raise; on cuda its subclass OutOfMemoryError
         gib = math.prod(shape) * dtype.itemsize / 2**30
         message = f"{shape[2]} KV blocks need {gib:.1f} GiB on {device}, which cannot be had; lower num_gpu_blocks"
-        raise ConfigError(f"{message} or gpu_memory_utilization") from None
+        raise ConfigError(f"{message} or the share of memory given to them") from None
 
 
 class Runner:
