@@ -95,13 +95,22 @@ class LinearFloor:
         _, weights = load_naive(model, dtype)
         self._matrices = [matrix for w in weights.layers for matrix in (w.qkv, w.o, w.gate_up, w.down)]
         self._matrices.append(weights.head_VH)
+        self._packed = [ops.pack_weight(matrix) for matrix in self._matrices]
         self._inputs = [torch.randn(1, matrix.shape[1], dtype=matrix.dtype) for matrix in self._matrices]
 
+    def plain(self, count: int) -> float:
+        """Seconds of ``count`` steps through `F.linear`."""
+        return self._steps(F.linear, self._matrices, count)
+
+    def ours(self, count: int) -> float:
+        """Seconds of ``count`` steps through the engine's product and weights."""
+        return self._steps(ops.linear, self._packed, count)
+
     @torch.inference_mode()
-    def steps(self, product: Callable[[Tensor, Tensor], Tensor], count: int) -> float:
+    def _steps(self, product: Callable[[Tensor, Tensor], Tensor], matrices: list[Tensor], count: int) -> float:
         start = time.perf_counter()
         for _ in range(count):
-            for x, matrix in zip(self._inputs, self._matrices, strict=True):
+            for x, matrix in zip(self._inputs, matrices, strict=True):
                 product(x, matrix)
         return time.perf_counter() - start
 
@@ -117,8 +126,8 @@ def measure(model: Path, dtype: str, work: Work, rounds: int) -> dict[str, dict[
         seconds = {
             "transformers decode, batch 1": theirs.decode([short], work.decode_tokens) / steps,
             "picovllm decode, batch 1": ours.decode([short], work.decode_tokens) / steps,
-            "linear layers alone, F.linear": floor.steps(F.linear, steps) / steps,
-            "linear layers alone, picovllm": floor.steps(ops.linear, steps) / steps,
+            "linear layers alone, F.linear": floor.plain(steps) / steps,
+            "linear layers alone, picovllm": floor.ours(steps) / steps,
             "transformers prefill": theirs.prefill(long) / work.prefill_prompt,
             "picovllm prefill": ours.prefill(long) / work.prefill_prompt,
             f"transformers decode, batch {work.batch}": theirs.decode([short] * work.batch, work.decode_tokens)

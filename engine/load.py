@@ -11,7 +11,7 @@ from engine.errors import ConfigError, InvalidRequest, ModelError
 from engine.limits import Limits
 from engine.model.config import ModelConfig, load_model_config, read_json
 from engine.model.loader import DTYPES, load_weights
-from engine.model.transformer import Transformer
+from engine.model.transformer import Transformer, pack_weights
 from engine.runner import Runner
 from engine.sampling_params import SamplingParams
 
@@ -51,7 +51,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         max_num_seqs=config.max_num_seqs,
     )
     runner = Runner(
-        Transformer(model_config, weights),
+        Transformer(model_config, pack_weights(weights)),
         num_blocks=limits.num_blocks,
         block_size=config.block_size,
         num_slots=config.max_num_seqs,

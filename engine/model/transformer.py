@@ -4,7 +4,7 @@ Shapes: T tokens of the step, H hidden, N query heads, K KV heads, D head_dim, A
 L layers, R rows that need logits.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -39,6 +39,21 @@ class Weights:
     layers: tuple[LayerWeights, ...]
     final_norm_H: Tensor
     head_VH: Tensor
+
+
+def pack_weights(weights: Weights) -> Weights:
+    """The same weights with every matrix as `ops.linear` reads it fastest; the embedding stays as it is."""
+    layers = tuple(
+        replace(
+            layer,
+            qkv=ops.pack_weight(layer.qkv),
+            o=ops.pack_weight(layer.o),
+            gate_up=ops.pack_weight(layer.gate_up),
+            down=ops.pack_weight(layer.down),
+        )
+        for layer in weights.layers
+    )
+    return replace(weights, layers=layers, head_VH=ops.pack_weight(weights.head_VH))
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,9 +124,10 @@ def test_linear(tokens: int, width: int, out: int, with_bias: bool, dtype: torch
         random(out, width, dtype=dtype, device=device, seed=1),
     )
     bias = random(out, dtype=dtype, device=device, seed=2) if with_bias else None
-    ours = ops.linear(x, weight, bias)
-    assert ours.shape == (tokens, out)
-    assert_linear_near(ours, x, weight, bias)
+    for form in (weight, ops.pack_weight(weight)):
+        ours = ops.linear(x, form, bias)
+        assert ours.shape == (tokens, out)
+        assert_linear_near(ours, x, weight, bias)
 
 
 @each_dtype
