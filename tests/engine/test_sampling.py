@@ -290,9 +290,14 @@ def test_nan_logits_fail_their_request_and_no_other(model_dir: Path, device: str
         engine.check()
 
 
-def test_nan_of_a_single_logit_is_noticed(model_dir: Path, device: str) -> None:
+def test_nan_of_a_single_logit_is_noticed(
+    model_dir: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = engine_of(model_dir, device, num_gpu_blocks=40)
-    engine._runner._model.weights.head_VH[17] = NAN
+    model = engine._runner._model
+    logits = model.logits
+    bad = torch.tensor([17], device=device)
+    monkeypatch.setattr(model, "logits", lambda hidden: logits(hidden).index_fill(1, bad, NAN))
     engine.add("a", [5, 6], SamplingParams(temperature=0, max_tokens=5))
     done = [e for _ in iter(engine.has_work, False) for e in engine.step().events if isinstance(e, RequestDone)]
     assert [event.error for event in done] == [FailReason.NAN_LOGITS]
