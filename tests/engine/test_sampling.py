@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine.config import EngineConfig
 from engine.engine import Engine
