@@ -135,12 +135,12 @@ def varied_prompts(tokenizer: Any, count: int) -> list[list[int]]:
     return prompts
 
 
-def test_smollm2_greedy_equals_transformers(smollm2_dir: Path) -> None:
+def test_smollm2_greedy_equals_transformers(smollm2_dir: Path, device: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
     prompts = varied_prompts(tokenizer, 50)
     assert min(map(len, prompts)) == 1
     assert max(map(len, prompts)) == 1500
-    engine = Engine(EngineConfig(model=str(smollm2_dir), dtype="float32"))
+    engine = Engine(EngineConfig(model=str(smollm2_dir), device=device, dtype="float32"))
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
     ours = [result.token_ids for result in engine.generate(prompts, params)]
     reference = load_reference(smollm2_dir)
@@ -154,11 +154,11 @@ def test_smollm2_greedy_equals_transformers(smollm2_dir: Path) -> None:
     check_greedy_by_rule(ours, scores_along)
 
 
-def test_smollm2_greedy_equals_transformers_own_generate(smollm2_dir: Path) -> None:
+def test_smollm2_greedy_equals_transformers_own_generate(smollm2_dir: Path, device: str) -> None:
     """The same through transformers' generate, which walks its own KV cache; few prompts, because it is slow."""
     tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
     prompts = varied_prompts(tokenizer, 50)[1:5]
-    engine = Engine(EngineConfig(model=str(smollm2_dir), dtype="float32", num_gpu_blocks=100))
+    engine = Engine(EngineConfig(model=str(smollm2_dir), device=device, dtype="float32", num_gpu_blocks=100))
     params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
     ours = [result.token_ids for result in engine.generate(prompts, params)]
     reference = load_reference(smollm2_dir)
@@ -184,11 +184,11 @@ def transformers_greedy(model: Any, prompt: list[int], max_tokens: int) -> list[
     return tokens
 
 
-def test_naive_decoders_equal_the_engine(smollm2_dir: Path) -> None:
+def test_naive_decoders_equal_the_engine(smollm2_dir: Path, device: str) -> None:
     config, weights = load_naive(smollm2_dir)
     tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
     prompts = [tokenizer(text)["input_ids"] for text in ("The capital of France is", "def add(a, b):", "水")]
-    engine = Engine(EngineConfig(model=str(smollm2_dir), dtype="float32", num_gpu_blocks=64))
+    engine = Engine(EngineConfig(model=str(smollm2_dir), device=device, dtype="float32", num_gpu_blocks=64))
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     ours = [result.token_ids for result in engine.generate(prompts, params)]
     recompute, contiguous = RecomputeDecoder(config, weights), ContiguousDecoder(config, weights)
