@@ -11,7 +11,7 @@ from kernels.reference import attention
 from kernels.reference.activation import silu_mul
 from kernels.reference.attention import DecodeMeta, PrefillSequence, paged_decode_attention
 from kernels.reference.cache import copy_blocks, rope_and_store, store_kvcache
-from kernels.reference.linear import linear, pack_weight
+from kernels.reference.linear import linear, linear_float32, pack_weight
 from kernels.reference.norm import add_rmsnorm, rmsnorm
 
 
@@ -29,6 +29,7 @@ __all__ = [
     "add_rmsnorm",
     "copy_blocks",
     "linear",
+    "linear_float32",
     "pack_weight",
     "paged_decode_attention",
     "paged_prefill_attention",

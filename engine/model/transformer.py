@@ -93,7 +93,7 @@ class Transformer:
 
     def logits(self, hidden_RH: Tensor) -> Tensor:
         """Logits [R, V] in float32."""
-        return ops.linear(hidden_RH, self.weights.head_VH).float()
+        return ops.linear_float32(hidden_RH, self.weights.head_VH)
 
     def _next_norm(self, index: int) -> Tensor:
         layers = self.weights.layers

@@ -24,6 +24,17 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
     return F.linear(x_TI, weight_OI, bias_O)
 
 
+def linear_float32(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    """``x @ weight.T`` in float32 [T, O], for logits.
+
+    Half types are not rounded on the way where the device can: bfloat16 logits near 20 are 0.125 apart, which makes
+    ties of what is none. oneDNN cannot: there the product is rounded to the inputs' dtype first.
+    """
+    if x_TI.device.type == "cuda" and x_TI.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(x_TI, weight_OI.t(), out_dtype=torch.float32)
+    return linear(x_TI, weight_OI).float()
+
+
 def pack_weight(weight_OI: Tensor) -> Tensor:
     """The weight in the layout that `linear` reads fastest here: an opaque tensor, or ``weight_OI`` itself."""
     if not _uses_onednn(weight_OI):

@@ -147,3 +147,16 @@ def test_rows_of_a_linear_do_not_mix(dtype: torch.dtype, device: str) -> None:
     ours = ops.linear(x, weight)
     assert ours[7].isnan().all()
     assert_linear_near(ours[others], x[others], weight, None)
+
+
+@each_dtype
+def test_linear_float32(dtype: torch.dtype, device: str) -> None:
+    """On cuda half types keep float32's precision; on cpu they are rounded to their own once."""
+    x, weight = random(19, 99, dtype=dtype, device=device), random(989, 99, dtype=dtype, device=device, seed=1)
+    for form in (weight, ops.pack_weight(weight)):
+        ours = ops.linear_float32(x, form)
+        assert ours.dtype == torch.float32
+        exact = F.linear(x.double(), weight.double())
+        size = F.linear(x.double().abs(), weight.double().abs())
+        rounding = TOLERANCE[dtype] if device == "cpu" else 0.0
+        assert ((ours.double() - exact).abs() <= rounding * exact.abs() + 2e-6 * size).all()
