@@ -85,14 +85,18 @@ def _add_admin_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     drain.add_argument(
         "--lame-duck", type=float, metavar="S", help="still accept for S seconds (default: the server's)"
     )
-    drain.add_argument("--timeout", type=float, metavar="S", help="cut what is left after S seconds more")
+    drain.add_argument(
+        "--timeout", type=float, metavar="S", help="cut what is left after S seconds more (default: the server's)"
+    )
     drain.add_argument("--reason", default="", metavar="TEXT", help="told in the status")
     drain.add_argument("--wait", action="store_true", help="return when no request is left")
     add("undrain", commands.undrain, "Put a drained server back into service.", server)
 
     shutdown = add("shutdown", commands.shutdown, "Drain the server, then end it.", server)
     how = shutdown.add_mutually_exclusive_group()
-    how.add_argument("--timeout", type=float, metavar="S", help="cut what is left after S seconds")
+    how.add_argument(
+        "--timeout", type=float, metavar="S", help="cut what is left after S seconds more (default: the server's)"
+    )
     how.add_argument("--immediate", action="store_true", help="do not drain")
     shutdown.add_argument("--wait", action="store_true", help="return when it has stopped")
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 
+import grpc
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
@@ -47,11 +48,20 @@ def timings_line(usage: pb.Usage, timings: pb.Timings) -> str:
     return ", ".join(phases)
 
 
+# What to do about a failure for which the server gave no reason.
+_ADVICE = {
+    grpc.StatusCode.UNAVAILABLE: "no server is ready there; start one, or name its address (see --help)",
+    grpc.StatusCode.UNIMPLEMENTED: "not at this address; inference and administration have one each (see --help)",
+}
+
+
 def error_lines(error: PicoError) -> Iterator[str]:
     # The message of a request with bad fields repeats them; one line each is easier to read.
     cause = f"{error.code.name}{'/' + error.reason if error.reason else ''}"
     yield f"error: {cause}" if error.violations else f"error: {error}"
     yield from (f"  {violation.field}: {violation.description}" for violation in error.violations)
+    if not error.reason and error.code in _ADVICE:
+        yield f"  {_ADVICE[error.code]}"
     if error.retry_after is not None:
         yield f"  try again in {error.retry_after:g} s"
     if error.request_id:

@@ -2,9 +2,12 @@ import json
 import subprocess
 import sys
 
+import grpc
 import pytest
 
 from clients import cli
+from clients.display import error_lines
+from clients.errors import PicoError
 from tests.clients.fake_server import WORDS, FakeServer
 
 ANSWER = "".join(WORDS)
@@ -48,6 +51,13 @@ def test_bad_fields_are_printed_and_the_exit_code_is_1(capsys: pytest.CaptureFix
         "  spec.stopping.max_tokens: is wrong",
         "  request r-7",
     ]
+
+
+def test_a_failure_without_a_reason_of_the_server_comes_with_advice(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["info", "--address", "127.0.0.1:1"]) == 1
+    assert "  no server is ready there" in capsys.readouterr().err
+    assert "one each" in list(error_lines(PicoError(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")))[1]
+    assert len(list(error_lines(PicoError(grpc.StatusCode.UNAVAILABLE, "draining", reason="DRAINING")))) == 1
 
 
 def test_wrong_usage_is_exit_code_2() -> None:
