@@ -24,6 +24,10 @@ def model_directory(name: str) -> str:
 def _default_model() -> str:
     directory = ROOT / "models" / DEFAULT_MODEL
     if not (directory / "config.json").exists():
+        if not (ROOT / "Makefile").exists():  # installed, so there is no make to tell of
+            raise ModelError(
+                f"--model {DEFAULT_MODEL} works in a clone of picovllm only, after make models; name a directory"
+            )
         raise ModelError(f"--model {DEFAULT_MODEL}: {directory} does not exist yet; make it with: make models")
     return str(directory)
 

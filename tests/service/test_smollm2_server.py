@@ -39,8 +39,23 @@ def test_the_default_model_is_explained_when_it_is_missing(monkeypatch: pytest.M
     from service import model_source
 
     monkeypatch.setattr(model_source, "ROOT", tmp_path)
+    with pytest.raises(ModelError, match="in a clone of picovllm only"):
+        model_source.model_directory("smollm2")
+    (tmp_path / "Makefile").touch()
     with pytest.raises(ModelError, match="does not exist yet; make it with: make models"):
         model_source.model_directory("smollm2")
+
+
+def test_missing_packages_of_the_server_are_one_line_that_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from service import __main__ as command
+
+    monkeypatch.setattr(command, "find_spec", lambda name: None if name in ("torch", "jinja2") else object())
+    assert command.main(["--model", "smollm2"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "(torch, jinja2)" in line
+    assert "serve" in line
 
 
 def test_a_hub_id_without_a_network_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
