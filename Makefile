@@ -76,7 +76,7 @@ $(INSTALLED): pyproject.toml requirements/constraints.txt
 		echo "picovllm needs Python 3.11 or newer; none was found as python3. Name one: make PYTHON=/path/to/python3" >&2; \
 		exit 1; fi
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-		echo "picovllm needs Python 3.11 or newer; $(PYTHON) is older" >&2; exit 1; }
+		echo "picovllm needs Python 3.11 or newer; $(PYTHON) is not that" >&2; exit 1; }
 	@[ -x $(PY) ] || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 		echo "$(PYTHON) cannot make a virtual environment; on Debian: apt-get install python3-venv" >&2; exit 1; }
 	@echo 'installing the pinned packages into .venv: minutes the first time'

@@ -33,7 +33,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The whole model; ``head_VH`` is ``embedding_VH`` itself when they are tied."""
+    """The whole model. Loaded with tied embeddings, ``head_VH`` is ``embedding_VH`` itself; packing makes it a copy."""
 
     embedding_VH: Tensor
     layers: tuple[LayerWeights, ...]
