@@ -50,6 +50,7 @@ class LiveRequest:
         self._outputs: list[OutputProgress] = []
         self._prompt_blocks: list[LogprobBlock] = []  # made into messages as they are sent: there may be many
         self._prompt_sent = 0
+        self._prompt_over = False
         self._buffered = 0
         self._wake = asyncio.Event()
         self._write_scope: asyncio.Timeout | None = None
@@ -249,15 +250,16 @@ class LiveRequest:
         assert self._prepared is not None
         generation = self._prepared.generation
         wanted = generation.echo or generation.params.prompt_logprobs is not None
-        return wanted and self._prompt_sent < len(self._prepared.prompt)
+        return wanted and not self._prompt_over and self._prompt_sent < len(self._prepared.prompt)
 
     def _take_prompt(self) -> Iterator[pb.StreamResponse]:
         if not self._prompt_left() or self._prepared is None:
             return
         generation, start = self._prepared.generation, self._prompt_sent
-        scored = generation.params.prompt_logprobs is not None
+        self._prompt_over = self.done is not None  # max_duration may pass before all of the prompt is scored
+        whole = generation.params.prompt_logprobs is None or (self._prompt_over and generation.echo)
         blocks, self._prompt_blocks = self._prompt_blocks, []
-        end = start + sum(map(len, blocks)) if scored else len(self._prepared.prompt)
+        end = len(self._prepared.prompt) if whole else start + sum(map(len, blocks))
         self._prompt_sent = end
         messages = self._prompt_messages(blocks)
         for first in range(start, end, _PROMPT_SLICE):

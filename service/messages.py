@@ -78,7 +78,7 @@ def delta_messages(
 def prompt_messages(
     token_offset: int, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprob]
 ) -> Iterator[pb.StreamResponse]:
-    """Prompt chunks from ``token_offset`` on; either list may be empty."""
+    """Prompt chunks from ``token_offset`` on; either list may be empty, and ``logprobs`` end before the tokens do."""
     for start, stop in _token_parts(token_ids, logprobs):
         chunk = pb.PromptChunk(
             token_offset=token_offset + start, token_ids=token_ids[start:stop], logprobs=logprobs[start:stop]
@@ -100,7 +100,7 @@ def _token_parts(token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprob]) 
             yield start, index
             start, size = index, 0
         size += more
-    yield start, len(logprobs)
+    yield start, max(len(logprobs), len(token_ids))
 
 
 def _text_parts(text: str) -> Iterator[str]:

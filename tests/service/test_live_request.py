@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.outputs import FinishReason, OutputFinished, RequestDone, Started, Timings, Usage
+from engine.outputs import FinishReason, OutputFinished, RequestDone, Started, Timings, TokenLogprob, Usage
 from engine.sampling_params import SamplingParams
 from protos.picovllm.inference.v1 import inference_pb2 as pb
 from service.engine_client import EngineClient
 from service.errors import Reason, ServiceError
 from service.live_request import LiveRequest
+from service.logprob_block import LogprobBlock
 from service.output_budget import OutputBudget
 from service.prepare import Prepared
 from service.prompts import TokenPrompt
@@ -146,6 +147,31 @@ def test_a_time_limit_in_the_queue_is_an_empty_result() -> None:
         assert call.usage().completion_tokens == 0
         assert [message.WhichOneof("event") for message in call.take()] == ["finished"]
         call.close()
+
+    in_loop(scenario)
+
+
+@pytest.mark.parametrize(("echo", "scored"), [(False, 0), (True, 0), (False, 1), (True, 1)])
+def test_a_time_limit_before_all_of_the_prompt_is_scored_ends_a_stream(echo: bool, scored: int) -> None:
+    def scenario() -> None:
+        params = SamplingParams(max_tokens=9, seed=1, prompt_logprobs=0)
+        streamed, unary = live_request(params=params, echo=echo), live_request(params=params, echo=echo)
+        for call in (streamed, unary):
+            if scored:
+                block = LogprobBlock()
+                block.append(TokenLogprob(1, None, None, ()))
+                call.on_update(Update(1, Started("x", 0.1, 2, 0, 1, 9), block))
+            call.on_update(update(ends=FinishReason.TIME_LIMIT))
+        messages = list(streamed.take())
+        assert not streamed.has_more()
+        assert messages[-1].WhichOneof("event") == "finished"
+        chunks = [message.prompt_chunk for message in messages if message.HasField("prompt_chunk")]
+        assert [token for chunk in chunks for token in chunk.token_ids] == ([1, 2] if echo else [])
+        told = [entry for chunk in chunks for entry in chunk.logprobs]
+        assert len(told) == scored
+        assert told == list(unary.prompt_logprobs())
+        streamed.close()
+        unary.close()
 
     in_loop(scenario)
 
