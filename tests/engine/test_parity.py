@@ -52,16 +52,14 @@ def make_qwen2(shape: dict[str, Any]) -> dict[str, Any]:
     return shape
 
 
-def forward_whole(directory: Path, token_ids: list[int], block_size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hidden states and logits of one prompt through the paged model, blocks in a scrambled order."""
+def whole_prompt(directory: Path, token_ids: list[int]) -> tuple[Transformer, ForwardBatch, torch.Tensor]:
+    """The paged model, one prompt as its batch with blocks in a scrambled order, and a KV cache full of NaN."""
+    block_size = 16
     config = load_model_config(directory)
     weights, _ = load_weights(directory, config, torch.float32, torch.device("cpu"), show_progress=False)
-    model = Transformer(config, weights)
     num_blocks = -(-len(token_ids) // block_size)
     table = torch.randperm(num_blocks)
-    kv_cache = torch.full(
-        (config.num_layers, 2, num_blocks, block_size, config.num_kv_heads, config.head_dim), float("nan")
-    )
+    shape = (config.num_layers, 2, num_blocks, block_size, config.num_kv_heads, config.head_dim)
     positions = torch.arange(len(token_ids))
     batch = ForwardBatch(
         token_ids_T=torch.tensor(token_ids),
@@ -71,6 +69,12 @@ def forward_whole(directory: Path, token_ids: list[int], block_size: int = 16) -
         decode=None,
         prefill=[ops.PrefillSequence(table, 0, len(token_ids), len(token_ids), block_size)],
     )
+    return Transformer(config, weights), batch, torch.full(shape, float("nan"))
+
+
+def forward_whole(directory: Path, token_ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states and logits of one prompt through the paged model."""
+    model, batch, kv_cache = whole_prompt(directory, token_ids)
     with torch.inference_mode():
         hidden = model.hidden_states(batch, kv_cache)
         return hidden, model.logits(hidden)
@@ -87,6 +91,59 @@ def test_hidden_states_and_logits_equal_transformers(tmp_path: Path, shape: dict
     assert (hidden - theirs.hidden_states[-1][0]).abs().max() < TOLERANCE
     assert (logits - theirs.logits[0]).abs().max() < TOLERANCE
     assert logits.std() > 0.1, "logits this flat would hide errors"
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s['kind']}-{s.get('num_attention_heads', 4)}h")
+def test_every_module_equals_transformers(tmp_path: Path, shape: dict[str, Any]) -> None:
+    """Each of our parts, given what transformers' module was given, returns what that module returned."""
+    directory = make_model(tmp_path, **make_qwen2(dict(shape)))
+    reference = load_reference(directory)
+    seen = record_modules(reference)
+    token_ids = random.Random(0).choices(range(512), k=40)
+    with torch.inference_mode():
+        reference(torch.tensor([token_ids]))
+    model, batch, kv_cache = whole_prompt(directory, token_ids)
+    weights, eps = model.weights, model.config.norm_eps
+    with torch.inference_mode():
+        ours = {
+            "model.embed_tokens": weights.embedding_VH[batch.token_ids_T],
+            "model.norm": ops.rmsnorm(seen["model.norm"][0], weights.final_norm_H, eps),
+            "lm_head": model.logits(seen["lm_head"][0]),
+        }
+        for i, layer in enumerate(weights.layers):
+            name = f"model.layers.{i}."
+            given = {part: seen[name + part][0] for part in PARTS}
+            ours[name + "input_layernorm"] = ops.rmsnorm(given["input_layernorm"], layer.input_norm_H, eps)
+            ours[name + "self_attn"] = model._attention(
+                given["self_attn"], layer, batch, kv_cache[i, 0], kv_cache[i, 1]
+            )
+            after = given["post_attention_layernorm"]
+            ours[name + "post_attention_layernorm"] = ops.rmsnorm(after, layer.post_norm_H, eps)
+            ours[name + "mlp"] = model._mlp(given["mlp"], layer)
+    assert ours.keys() == seen.keys()
+    for name, (_, theirs) in seen.items():
+        assert (ours[name] - theirs).abs().max() < TOLERANCE, name
+
+
+PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+
+
+def record_modules(reference: torch.nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Filled by the next forward pass: what went into and came out of each module, without the batch dimension."""
+    seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def hook(name: str) -> Any:
+        def keep(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            given = args[0] if args else kwargs["hidden_states"]
+            out = output[0] if isinstance(output, tuple) else output
+            seen[name] = given[0].clone(), out[0].clone()
+
+        return keep
+
+    for name, module in reference.named_modules():
+        if name in ("model.embed_tokens", "model.norm", "lm_head") or name.rpartition(".")[2] in PARTS:
+            module.register_forward_hook(hook(name), with_kwargs=True)
+    return seen
 
 
 @pytest.mark.parametrize("name", ROPES)
