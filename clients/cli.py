@@ -7,6 +7,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
 
 from clients import commands
 from clients.display import error_lines
@@ -17,7 +18,12 @@ Command = Callable[[argparse.Namespace], None]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if not getattr(args, "json", False):
+        for name in ("token_ids", "top_logprobs"):
+            if getattr(args, name, None) is not None:
+                parser.error(f"--{name.replace('_', '-')} needs --json: the plain output has no place for it")
     try:
         args.run(args)
     except PicoError as error:
@@ -34,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="picovllm", description="Talk to a picovllm server.")
+    parser.add_argument("--version", action="version", version=f"picovllm {client_version()}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, run: Command, help_text: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -44,6 +51,14 @@ def build_parser() -> argparse.ArgumentParser:
     _add_inference_commands(add)
     _add_admin_commands(add)
     return parser
+
+
+def client_version() -> str:
+    """As installed; a checkout that was never installed has none."""
+    try:
+        return version("picovllm")
+    except PackageNotFoundError:
+        return "(checkout)"
 
 
 def _add_inference_commands(add: Callable[..., argparse.ArgumentParser]) -> None:

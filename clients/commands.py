@@ -124,10 +124,11 @@ def drain(args: argparse.Namespace) -> None:
         begun = client.drain(
             lame_duck=args.lame_duck, drain_timeout=args.timeout, reason=args.reason, timeout=args.deadline
         )
-        print(display.status_line(begun))
+        print(line := display.status_line(begun), flush=True)
         if args.wait:
             for event in watching:
-                print(display.status_line(event.status), flush=True)
+                if line != (line := display.status_line(event.status)):
+                    print(line, flush=True)
                 if is_drained(event.status):
                     return
 
@@ -142,15 +143,17 @@ def shutdown(args: argparse.Namespace) -> None:
         watching = iter(events)
         next(watching)
         begun = client.shutdown(drain_timeout=args.timeout, immediate=args.immediate, timeout=args.deadline)
-        print(display.status_line(begun))
+        print(line := display.status_line(begun), flush=True)
         if args.wait:
-            _print_until_gone(watching)
+            _print_until_gone(watching, line)
 
 
-def _print_until_gone(watching: Iterator[admin.WatchStatusResponse]) -> None:
+def _print_until_gone(watching: Iterator[admin.WatchStatusResponse], line: str) -> None:
+    """Every change after ``line``."""
     try:
         for event in watching:
-            print(display.status_line(event.status), flush=True)
+            if line != (line := display.status_line(event.status)):
+                print(line, flush=True)
     except PicoError as error:
         if error.code is not grpc.StatusCode.UNAVAILABLE:
             raise

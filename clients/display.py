@@ -7,6 +7,7 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from clients.errors import PicoError
 from protos.picovllm.admin.v1 import admin_pb2 as admin
@@ -99,9 +100,9 @@ def status_line(status: admin.Status) -> str:
 def status_lines(status: admin.Status) -> Iterator[str]:
     yield f"state          {status_line(status)}"
     yield f"model          {status.model}"
-    yield f"started        {status.start_time.ToJsonString()}"
+    yield f"started        {_whole_seconds(status.start_time)}"
     if status.HasField("last_step_time"):
-        yield f"last step      {status.last_step_time.ToJsonString()}"
+        yield f"last step      {_whole_seconds(status.last_step_time)}"
     for worker in status.workers:
         yield f"worker         {worker.name}, pid {worker.pid}, {'alive' if worker.alive else 'dead'}"
     yield f"server         {status.server_version}"
@@ -125,3 +126,7 @@ def request_line(info: admin.RequestInfo) -> str:
         f"{info.request_id}  {state}, {info.prompt_tokens} prompt tokens, "
         f"{info.completion_tokens} generated, priority {info.priority}"
     )
+
+
+def _whole_seconds(time: Timestamp) -> str:
+    return Timestamp(seconds=time.seconds).ToJsonString()

@@ -67,12 +67,6 @@ class Request:
         """Places in the batch its outputs take (or will take) together."""
         return self.params.n
 
-    def prompt_logprobs_due(self, upto: int) -> int:
-        """Prompt positions below ``upto`` whose logprobs the client has not been given yet."""
-        if self.params.prompt_logprobs is None:
-            return 0
-        return max(min(upto, len(self.prompt)) - self.prompt_logprobs_sent, 0)
-
 
 class Output:
     """One of the n sequences of a request: prompt, then generated tokens.
@@ -108,10 +102,6 @@ class Output:
         if self.num_output_tokens >= max(self.request.max_tokens, 1):
             return False
         return self.num_computed_tokens < self.num_tokens
-
-    @property
-    def is_prefilling(self) -> bool:
-        return self.num_computed_tokens < len(self.request.prompt)
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Committed token ids at positions ``[start, stop)``."""

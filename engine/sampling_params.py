@@ -1,7 +1,7 @@
 """SamplingParams: how one request is sampled and when it stops. Validated once, then read-only."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import Enum
 
 from engine.errors import InvalidRequest
@@ -102,9 +102,6 @@ class SamplingParams:
             ("top_logprobs", _optional_within(self.top_logprobs), f"in [0, {MAX_LOGPROBS}]"),
             ("prompt_logprobs", _optional_within(self.prompt_logprobs), f"in [0, {MAX_LOGPROBS}]"),
         ]
-
-
-FIELD_NAMES = tuple(f.name for f in fields(SamplingParams))
 
 
 def _within(value: float, low: float, high: float) -> bool:

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import time
 from dataclasses import dataclass
 
 from engine.outputs import EngineLoad, RequestSummary
@@ -47,7 +46,7 @@ def status_message(runtime: Runtime, workers: Workers) -> pb.Status:
         server_version=server_version(),
     )
     if engine.last_step_time is not None:
-        status.last_step_time.CopyFrom(timestamp(time.time() - (time.monotonic() - engine.last_step_time)))
+        status.last_step_time.CopyFrom(timestamp(runtime.wall_time(engine.last_step_time)))
     if instance.drain is not None:
         status.drain.CopyFrom(_drain_message(instance.drain, len(runtime.registry)))
     status.effective_config.update(runtime.options.effective())

@@ -9,6 +9,7 @@ from engine.errors import ConfigError
 from service.log import LEVELS
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
+MAX_DRAIN_SECONDS = 24 * 3600.0  # for lame duck and drain each; no request lives nearly as long
 _DEFAULTS = EngineConfig(model="")
 
 
@@ -32,11 +33,11 @@ class ServeOptions:
         for name, address in (("--listen", self.listen), ("--admin-listen", self.admin_listen)):
             _check_address(name, address, self.insecure)
         for name in ("lame_duck", "drain_timeout"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ConfigError(f"--{name.replace('_', '-')} must be 0 or more seconds, got {getattr(self, name)}")
+            if not 0 <= (value := getattr(self, name)) <= MAX_DRAIN_SECONDS:
+                option = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{option} must be 0 or more seconds, at most {MAX_DRAIN_SECONDS:.0f}, got {value}")
         if not 0 < self.slow_consumer_timeout < float("inf"):
             raise ConfigError(f"--slow-consumer-timeout must be above 0 seconds, got {self.slow_consumer_timeout}")
-
         if self.ready_file is not None and not Path(self.ready_file).absolute().parent.is_dir():
             raise ConfigError(f"--ready-file {self.ready_file}: there is no such directory")
 

@@ -39,6 +39,12 @@ class Runtime:
         default_factory=lambda: ThreadPoolExecutor(_SLOW_THREADS, thread_name_prefix="prepare")
     )
 
+    wall_offset: float = field(default_factory=lambda: time.time() - time.monotonic())
+
+    def wall_time(self, monotonic: float) -> float:
+        """Seconds since the epoch of a monotonic time; the same for the same time, whenever it is asked."""
+        return monotonic + self.wall_offset
+
     @property
     def model(self) -> ServedModel:
         """Raises `ServiceError` while it is not loaded."""

@@ -29,6 +29,7 @@ _IMMEDIATE_MARGIN = 5.0
 _CHILD_EXIT_WAIT = 5.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SPIN_COUNT = "3000"
+_ONE_SIGNAL = 0.2  # s: what comes sooner after the first is the same one, sent to us and to our group
 
 
 def _front_main(options: FrontProcessOptions, engine: socket.socket, supervisor: Connection) -> None:
@@ -54,6 +55,7 @@ class Supervisor:
         self._context: SpawnContext = multiprocessing.get_context("spawn")
         self._children: list[_Child] = []
         self._signals_seen = 0
+        self._first_signal_at: float | None = None
         self._kill_at = float("inf")
         self._announced = False
         self._failure_told = False
@@ -123,10 +125,13 @@ class Supervisor:
 
     def _on_signals(self, wake: socket.socket, front: _Child) -> None:
         for number in wake.recv(64):
-            if number not in _SIGNALS:
+            now = time.monotonic()
+            echo = self._first_signal_at is not None and now - self._first_signal_at < _ONE_SIGNAL
+            if number not in _SIGNALS or echo:
                 continue
             self._signals_seen += 1
             first = self._signals_seen == 1
+            self._first_signal_at = self._first_signal_at or now
             log.info("%s: %s", signal.Signals(number).name, "draining" if first else "stopping at once")
             budget = self._options.lame_duck + self._options.drain_timeout + _STOP_MARGIN
             self._kill_at = time.monotonic() + (budget if first else _IMMEDIATE_MARGIN)

@@ -44,6 +44,7 @@ _SAMPLING_FIELDS = (
 _STOPPING_FIELDS = ("max_tokens", "min_tokens", "stop_token_ids", "ignore_eos")
 _OUTPUT_FIELDS = ("top_logprobs", "prompt_logprobs", "logprobs_mode")
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
     """A checked request: what the engine gets (``params``), and what the front needs to make text of it.

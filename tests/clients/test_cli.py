@@ -95,7 +95,7 @@ def test_status_load_and_requests(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_drain_undrain_and_shutdown(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["drain", "--lame-duck", "0", "--timeout", "2", "--wait"]) == 0
-    assert capsys.readouterr().out.splitlines() == ["DRAINING", "DRAINING"]
+    assert capsys.readouterr().out.splitlines() == ["DRAINING"]
     assert cli.main(["undrain"]) == 0
     assert capsys.readouterr().out == "SERVING\n"
     assert cli.main(["shutdown", "--immediate", "--wait"]) == 0
@@ -125,3 +125,18 @@ def test_the_client_needs_nothing_of_the_server() -> None:
     code = "import sys, clients.cli, clients.aio; print(*{name.partition('.')[0] for name in sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert server_side.isdisjoint(done.stdout.split())
+
+
+@pytest.mark.parametrize("option", [["--token-ids"], ["--top-logprobs", "2"]])
+def test_what_plain_output_cannot_show_is_refused(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["generate", "x", *option])
+    assert ended.value.code == 2
+    assert "needs --json" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("picovllm ")

@@ -1,10 +1,14 @@
 """Requests to plain data: every bad field at once, every good one honoured."""
 
 import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
 from google.protobuf.struct_pb2 import ListValue, Struct, Value
 
 from engine.limits import Limits
@@ -21,6 +25,7 @@ from service.validate import (
     check_tokenize,
 )
 
+ROOT = Path(__file__).resolve().parents[2]
 MODEL = ServedModel(
     architecture="A", fingerprint="f", dtype="float32", device="cpu",
     limits=Limits(vocab_size=1000, max_model_len=256, num_blocks=16, block_size=16, max_num_seqs=8),
@@ -222,3 +227,32 @@ def test_tokenize_and_detokenize() -> None:
     with pytest.raises(ServiceError) as caught:
         check_detokenize(pb.DetokenizeRequest(token_ids=[1, 1000]), MODEL, "m")
     assert caught.value.violations[0][0] == "token_ids[1]"
+
+
+def declared_fields(descriptor: Any, seen: set[str]) -> Iterator[str]:
+    """Every field of a message and of our messages in it."""
+    if descriptor.full_name in seen:
+        return
+    seen.add(descriptor.full_name)
+    for field in descriptor.fields:
+        yield field.name
+        inner = field.message_type
+        if inner is not None and inner.file.package == descriptor.file.package and not inner.GetOptions().map_entry:
+            yield from declared_fields(inner, seen)
+
+
+@pytest.mark.parametrize(
+    "message", [pb.GenerateRequest, pb.StreamRequest, pb.TokenizeRequest, pb.DetokenizeRequest, pb.GetModelInfoRequest]
+)
+def test_every_declared_field_is_looked_at(message: type[Message]) -> None:
+    """A field that no code names would be accepted and ignored. Kinds of constraint are refused as one."""
+    source = "".join(path.read_text() for path in sorted((ROOT / "service").glob("*.py")))
+    kinds = {field.name for field in pb.Constraint.DESCRIPTOR.fields}
+    # bypass_prefix_cache is honoured by having nothing to bypass: nothing is shared between requests.
+    exempt = kinds | {"bypass_prefix_cache"}
+    unseen = [
+        name
+        for name in declared_fields(message.DESCRIPTOR, set())
+        if name not in exempt and not re.search(rf"[.\"]{name}\b", source)
+    ]
+    assert unseen == []
