@@ -15,6 +15,7 @@ from service.calls import answer
 from service.drain import Drainer
 from service.errors import Reason, ServiceError, field_errors
 from service.log_levels import LogLevels
+from service.options import MAX_DRAIN_SECONDS
 from service.runtime import Runtime
 from service.validate import duration_seconds
 from service.wire import RequestList
@@ -60,8 +61,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         async def body() -> pb.DrainResponse:
             found: list[tuple[str, str]] = []
-            lame_duck = _not_negative(request, "lame_duck", found)
-            timeout = _not_negative(request, "timeout", found)
+            lame_duck = _drain_seconds(request, "lame_duck", found)
+            timeout = _drain_seconds(request, "timeout", found)
             if len(request.reason.encode()) > MAX_REASON_BYTES:
                 found.append(("reason", f"at most {MAX_REASON_BYTES} bytes"))
             _refuse(found)
@@ -80,7 +81,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def Shutdown(self, request: pb.ShutdownRequest, context: Context) -> pb.ShutdownResponse:
         async def body() -> pb.ShutdownResponse:
             found: list[tuple[str, str]] = []
-            timeout = _not_negative(request, "timeout", found)
+            timeout = _drain_seconds(request, "timeout", found)
             if request.immediate and request.HasField("timeout"):
                 found.append(("timeout", "is not possible beside immediate"))
             if request.scope not in (pb.SHUTDOWN_SCOPE_UNSPECIFIED, pb.SHUTDOWN_SCOPE_INSTANCE):
@@ -187,7 +188,7 @@ def _silent_engine() -> ServiceError:
     return ServiceError(Reason.WORKER_LOST, "the engine process does not answer")
 
 
-def _not_negative(
+def _drain_seconds(
     request: pb.DrainRequest | pb.ShutdownRequest, name: str, found: list[tuple[str, str]]
 ) -> float | None:
     if not request.HasField(name):
@@ -195,4 +196,6 @@ def _not_negative(
     value = duration_seconds(getattr(request, name), name, found)
     if value is not None and value < 0:
         found.append((name, f"must not be negative, got {value:g} s"))
+    elif value is not None and value > MAX_DRAIN_SECONDS:
+        found.append((name, f"at most {MAX_DRAIN_SECONDS:.0f} s, got {value:.0f} s"))
     return value
