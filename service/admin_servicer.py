@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from engine.outputs import EngineLoad
 from protos.picovllm.admin.v1 import admin_pb2 as pb
@@ -17,7 +18,7 @@ from service.errors import Reason, ServiceError, field_errors
 from service.log_levels import LogLevels
 from service.options import MAX_DRAIN_SECONDS
 from service.runtime import Runtime
-from service.validate import duration_seconds
+from service.validate import duration_seconds, refuse_unknown_fields
 from service.wire import RequestList
 
 log = logging.getLogger(__name__)
@@ -40,23 +41,29 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self._levels = LogLevels(runtime.engine.set_level)
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
-        return pb.GetStatusResponse(status=self._status())
+        async def body() -> pb.GetStatusResponse:
+            return pb.GetStatusResponse(status=self._status())
+
+        return await self._answer(request, context, "GetStatus", body)
 
     async def WatchStatus(self, request: pb.WatchStatusRequest, context: Context) -> None:
-        instance = self._runtime.instance
-        while True:
-            ended, change = instance.ended, instance.next_change
-            await context.write(pb.WatchStatusResponse(status=self._status()))
-            if ended:
-                return
-            await change.wait()
+        async def body() -> None:
+            instance = self._runtime.instance
+            while True:
+                ended, change = instance.ended, instance.next_change
+                await context.write(pb.WatchStatusResponse(status=self._status()))
+                if ended:
+                    return
+                await change.wait()
+
+        await self._answer(request, context, "WatchStatus", body)
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.GetLoadResponse:
         async def body() -> pb.GetLoadResponse:
             load = await self._load()
             return messages.load_message(load, self._runtime.history.rates(load))
 
-        return await self._answer(context, "GetLoad", body)
+        return await self._answer(request, context, "GetLoad", body)
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         async def body() -> pb.DrainResponse:
@@ -69,14 +76,14 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             self._drainer.drain(lame_duck, timeout, request.reason)
             return pb.DrainResponse(status=self._status())
 
-        return await self._answer(context, "Drain", body)
+        return await self._answer(request, context, "Drain", body)
 
     async def Undrain(self, request: pb.UndrainRequest, context: Context) -> pb.UndrainResponse:
         async def body() -> pb.UndrainResponse:
             self._drainer.undrain()
             return pb.UndrainResponse(status=self._status())
 
-        return await self._answer(context, "Undrain", body)
+        return await self._answer(request, context, "Undrain", body)
 
     async def Shutdown(self, request: pb.ShutdownRequest, context: Context) -> pb.ShutdownResponse:
         async def body() -> pb.ShutdownResponse:
@@ -90,7 +97,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             self._drainer.shutdown(timeout, immediate=request.immediate, reason="shut down by an administrator")
             return pb.ShutdownResponse(status=self._status())
 
-        return await self._answer(context, "Shutdown", body)
+        return await self._answer(request, context, "Shutdown", body)
 
     async def ListRequests(self, request: pb.ListRequestsRequest, context: Context) -> pb.ListRequestsResponse:
         async def body() -> pb.ListRequestsResponse:
@@ -101,7 +108,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                 requests=[messages.request_message(call, by_serial.get(call.serial or 0)) for call in calls]
             )
 
-        return await self._answer(context, "ListRequests", body)
+        return await self._answer(request, context, "ListRequests", body)
 
     async def CancelRequests(self, request: pb.CancelRequestsRequest, context: Context) -> pb.CancelRequestsResponse:
         async def body() -> pb.CancelRequestsResponse:
@@ -115,7 +122,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                 response.cancelled_ids.append(request_id)
             return response
 
-        return await self._answer(context, "CancelRequests", body)
+        return await self._answer(request, context, "CancelRequests", body)
 
     async def SetLogLevel(self, request: pb.SetLogLevelRequest, context: Context) -> pb.SetLogLevelResponse:
         async def body() -> pb.SetLogLevelResponse:
@@ -129,7 +136,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             previous = self._levels.set(request.logger, _LEVELS[request.level], ttl)
             return pb.SetLogLevelResponse(previous_level=messages.log_level(previous))
 
-        return await self._answer(context, "SetLogLevel", body)
+        return await self._answer(request, context, "SetLogLevel", body)
 
     async def GetMetrics(self, request: pb.GetMetricsRequest, context: Context) -> pb.GetMetricsResponse:
         async def body() -> pb.GetMetricsResponse:
@@ -143,7 +150,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             }
             return pb.GetMetricsResponse(text=runtime.metrics.text(gauges, load))
 
-        return await self._answer(context, "GetMetrics", body)
+        return await self._answer(request, context, "GetMetrics", body)
 
     def _status(self) -> pb.Status:
         return messages.status_message(self._runtime, self._workers)
@@ -175,8 +182,12 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         """Raises `ServiceError` while the engine is loading: it answers nothing then."""
         _ = self._runtime.model
 
-    async def _answer(self, context: Context, method: str, body: Callable[[], Awaitable[T]]) -> T:
-        return await answer(context, method, self._runtime.metrics, body)
+    async def _answer(self, request: Message, context: Context, method: str, body: Callable[[], Awaitable[T]]) -> T:
+        async def checked() -> T:
+            refuse_unknown_fields(request)
+            return await body()
+
+        return await answer(context, method, self._runtime.metrics, checked)
 
 
 def _refuse(found: list[tuple[str, str]]) -> None:

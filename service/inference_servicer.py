@@ -26,6 +26,7 @@ from service.validate import (
     check_model,
     check_stream,
     check_tokenize,
+    refuse_unknown_fields,
     valid_request_id,
 )
 
@@ -83,6 +84,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
         async def body() -> pb.GetModelInfoResponse:
+            refuse_unknown_fields(request)
             check_model(request.model, self._runtime.options.served_model_name)
             return model_info_message(self._runtime.model, self._runtime.tokenizer, self._runtime.options)
 

@@ -15,6 +15,7 @@ from service.health import INFERENCE_SERVICE, HealthServicer
 from service.inference_servicer import InferenceServicer
 from service.model_info import MAX_REQUEST_BYTES
 from service.reflection import add_reflection
+from service.request_guard import RequestGuard
 from service.runtime import Runtime
 
 ADMIN_SERVICE = "picovllm.admin.v1.AdminService"
@@ -36,7 +37,7 @@ _PUBLIC: tuple[tuple[str, Any], ...] = (
 
 
 def inference_server(runtime: Runtime) -> grpc.aio.Server:
-    server = grpc.aio.server(options=(*_COMMON, *_PUBLIC))
+    server = grpc.aio.server(options=(*_COMMON, *_PUBLIC), interceptors=(RequestGuard(runtime.metrics),))
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(runtime), server)
     health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(runtime.instance), server)
     add_reflection(server, (INFERENCE_SERVICE, HEALTH_SERVICE))
@@ -44,7 +45,7 @@ def inference_server(runtime: Runtime) -> grpc.aio.Server:
 
 
 def admin_server(runtime: Runtime, drainer: Drainer, workers: Workers) -> grpc.aio.Server:
-    server = grpc.aio.server(options=_COMMON)
+    server = grpc.aio.server(options=_COMMON, interceptors=(RequestGuard(runtime.metrics),))
     admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(runtime, drainer, workers), server)
     health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(runtime.instance), server)
     add_reflection(server, (ADMIN_SERVICE, HEALTH_SERVICE))

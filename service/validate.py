@@ -70,7 +70,7 @@ class Generation:
 
 def check_generate(request: pb.GenerateRequest, info: ServedModel, model: str) -> Generation:
     """Raises `ServiceError`."""
-    _refuse_unknown_fields(request)
+    refuse_unknown_fields(request)
     found: Violations = []
     generation = _check_spec(request.spec, info, model, found)
     return _finish(generation, found)
@@ -78,7 +78,7 @@ def check_generate(request: pb.GenerateRequest, info: ServedModel, model: str) -
 
 def check_stream(request: pb.StreamRequest, info: ServedModel, model: str) -> Generation:
     """Raises `ServiceError`."""
-    _refuse_unknown_fields(request)
+    refuse_unknown_fields(request)
     found: Violations = []
     options = request.stream_options
     if options.HasField("flush_tokens") and options.flush_tokens < 1:
@@ -91,7 +91,7 @@ def check_stream(request: pb.StreamRequest, info: ServedModel, model: str) -> Ge
 
 def check_tokenize(request: pb.TokenizeRequest, model: str) -> TextPrompt | ChatPrompt:
     """Raises `ServiceError`."""
-    _refuse_unknown_fields(request)
+    refuse_unknown_fields(request)
     check_model(request.model, model)
     found: Violations = []
     kind = request.WhichOneof("input")
@@ -107,7 +107,7 @@ def check_tokenize(request: pb.TokenizeRequest, model: str) -> TextPrompt | Chat
 
 def check_detokenize(request: pb.DetokenizeRequest, info: ServedModel, model: str) -> tuple[list[int], bool]:
     """Token ids and skip_special_tokens. Raises `ServiceError`."""
-    _refuse_unknown_fields(request)
+    refuse_unknown_fields(request)
     check_model(request.model, model)
     found: Violations = []
     ids = list(request.token_ids)
@@ -219,8 +219,8 @@ def duration_seconds(duration: Duration, path: str, found: Violations) -> float 
     return float(seconds + nanos / 1e9)
 
 
-def _refuse_unknown_fields(message: Message) -> None:
-    """A field this build does not know is one it cannot honour."""
+def refuse_unknown_fields(message: Message) -> None:
+    """A field this build does not know is one it cannot honour. Raises `ServiceError`."""
     for path, number in _unknown_fields(message, ""):
         where = path or message.DESCRIPTOR.name
         raise ServiceError(Reason.FEATURE_UNSUPPORTED, f"{where}: field number {number} is not known to this version")
@@ -230,9 +230,7 @@ def _unknown_fields(message: Message, path: str) -> Iterator[tuple[str, int]]:
     for unknown in UnknownFieldSet(message):  # type: ignore[attr-defined]
         yield path, unknown.field_number
     for descriptor, value in message.ListFields():
-        if descriptor.message_type is None or descriptor.message_type.file.package != "picovllm.inference.v1":
-            continue
-        if descriptor.message_type.GetOptions().map_entry:
+        if descriptor.message_type is None or descriptor.message_type.GetOptions().map_entry:
             continue
         inner = f"{path}.{descriptor.name}" if path else descriptor.name
         for item in value if descriptor.is_repeated else (value,):

@@ -68,6 +68,39 @@ def test_a_chat_that_the_template_refuses(stub: Any) -> None:
     generate(stub, spec(chat=chat))
 
 
+ADMIN = "/picovllm.admin.v1.AdminService/"
+HEALTH = "/grpc.health.v1.Health/"
+
+
+def send(server: ServerProcess, path: str, data: bytes) -> Failure:
+    """A unary or streamed call with these bytes as its request."""
+    channel = server.channel(server.admin_address) if path.startswith(ADMIN) else server.channel()
+    return failure_of(channel.unary_stream(path, bytes, bytes)(data, timeout=10))
+
+
+@pytest.mark.parametrize("path", [GENERATE, STREAM, f"{ADMIN}Drain", f"{ADMIN}WatchStatus", f"{HEALTH}Check"])
+@pytest.mark.parametrize("data", [b"\xff\xff\xff", b"\x0a\x04\x1a\x02\xff"])
+def test_bytes_that_are_no_message(fake_server: ServerProcess, path: str, data: bytes) -> None:
+    failure = check(send(fake_server, path, data), CODES.INVALID_ARGUMENT, "FIELD_INVALID")
+    assert "cannot be read" in failure.message
+    assert "Traceback" not in fake_server.log
+
+
+@pytest.mark.parametrize("method", ["GetStatus", "WatchStatus", "GetLoad", "Drain", "Undrain", "Shutdown"])
+def test_administration_refuses_fields_it_does_not_know(fake_server: ServerProcess, method: str) -> None:
+    check(send(fake_server, f"{ADMIN}{method}", b"\xf8\x3f\x01"), CODES.UNIMPLEMENTED, "FEATURE_UNSUPPORTED")
+    assert fake_server.health() == 1
+
+
+def test_unknown_fields_are_found_at_every_depth(fake_server: ServerProcess) -> None:
+    path = "/picovllm.inference.v1.InferenceService/GetModelInfo"
+    check(send(fake_server, path, b"\xf8\x3f\x01"), CODES.UNIMPLEMENTED, "FEATURE_UNSUPPORTED")
+    drain = b"\x0a\x05\x08\x01\xf8\x3f\x01"  # inside lame_duck
+    failure = check(send(fake_server, f"{ADMIN}Drain", drain), CODES.UNIMPLEMENTED, "FEATURE_UNSUPPORTED")
+    assert "lame_duck" in failure.message
+    assert fake_server.health() == 1
+
+
 def test_prompt_too_long_and_over_the_pool(stub: Any) -> None:
     request = spec(token_ids=pb.TokenIds(ids=[5] * 9000))
     failure = both(stub, request, CODES.INVALID_ARGUMENT, "PROMPT_TOO_LONG")
