@@ -42,7 +42,13 @@ async def abort(context: grpc.aio.ServicerContext, error: ServiceError, request_
     trailing: list[tuple[str, str | bytes]] = [(DETAILS_KEY, status.SerializeToString())]
     if request_id:
         trailing.append((REQUEST_ID_KEY, request_id))
-    await context.abort(error.code, status.message, tuple(trailing))
+    try:
+        await context.abort(error.code, status.message, tuple(trailing))
+    except grpc.aio.AbortError:
+        raise
+    except grpc.aio.BaseError as fault:  # the connection is gone: there is nobody to tell
+        log.debug("status not sent: %s", fault)
+        raise asyncio.CancelledError from fault
 
 
 async def answer(

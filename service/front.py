@@ -140,9 +140,21 @@ class Front:
 def _bind(server: grpc.aio.Server, option: str, address: str) -> str:
     """The address in use, with its port. Raises `ConfigError`."""
     try:
-        port = server.add_insecure_port(address)
+        port = 0 if _answers(address) else server.add_insecure_port(address)
     except RuntimeError:
         port = 0
     if port == 0:
         raise ConfigError(f"{option} {address}: cannot listen there; is the address in use?")
     return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
+
+
+def _answers(address: str) -> bool:
+    """Whether somebody listens on this unix socket: gRPC would take it away from them. One left behind is replaced."""
+    if not address.startswith("unix:"):
+        return False
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(address.removeprefix("unix:"))
+        except OSError:
+            return False
+    return True

@@ -40,6 +40,8 @@ class ServeOptions:
             raise ConfigError(f"--slow-consumer-timeout must be above 0 seconds, got {self.slow_consumer_timeout}")
         if self.ready_file is not None and not Path(self.ready_file).absolute().parent.is_dir():
             raise ConfigError(f"--ready-file {self.ready_file}: there is no such directory")
+        if self.ready_file is not None and Path(self.ready_file).is_dir():
+            raise ConfigError(f"--ready-file {self.ready_file} is a directory; it must be a file")
 
     def effective(self) -> dict[str, str | float | bool | None]:
         """Every option with its value in force, flat."""

@@ -73,10 +73,9 @@ def load_weights(
     with contextlib.ExitStack() as stack:
         checkpoint = Checkpoint(directory, stack)
         reader = _Reader(checkpoint, config, dtype, device)
-        layers = tuple(
-            reader.layer(index)
-            for index in tqdm(range(config.num_layers), desc="loading layers", unit="layer", disable=not show_progress)
-        )
+        numbers = range(config.num_layers)
+        with tqdm(numbers, desc="loading layers", unit="layer", disable=not show_progress) as bar:  # ends its line
+            layers = tuple(reader.layer(index) for index in bar)
         embedding = reader.get("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         weights = Weights(
             embedding_VH=embedding,

@@ -287,6 +287,7 @@ def serve(*options: str) -> tuple[int, str]:
         (["--lame-duck", "-1"], "--lame-duck must be 0 or more"),
         (["--drain-timeout", "1e300"], "--drain-timeout must be 0 or more seconds, at most 86400"),
         (["--ready-file", "/no/such/place/ready.json"], "--ready-file /no/such/place/ready.json"),
+        (["--ready-file", str(ROOT)], "is a directory"),
         (["--max-num-seqs", "0"], "max_num_seqs must be positive"),
         (["--gpu-memory-utilization", "2"], "gpu_memory_utilization must be in (0, 1]"),
         (["--gpu-memory-utilization", "0.5"], "gpu_memory_utilization is for cuda"),
@@ -331,6 +332,17 @@ def test_a_truncated_weight_file_stops_the_start(tmp_path: Path, tiny_dir: Path)
     assert "Traceback" not in errors
 
 
+def test_a_refusal_has_a_line_of_its_own_beside_the_progress_bar(tmp_path: Path, tiny_dir: Path) -> None:
+    for file in tiny_dir.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    code, errors = serve("--model", str(tmp_path), "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0")
+    assert code == 2
+    (told,) = [line for line in errors.splitlines() if line.startswith("picovllm-serve:")]
+    assert "tensor model.layers.2." in told
+
+
 def test_a_model_that_the_engine_refuses_stops_the_start(tiny_dir: Path) -> None:
     options = ("--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0", "--log-level", "error")
     code, errors = run("--model", str(tiny_dir), "--max-model-len", "666", *options)
@@ -350,6 +362,22 @@ def test_a_port_in_use_stops_the_start(tiny_dir: Path, option: str) -> None:
         assert f"picovllm-serve: {option} {address}: cannot listen there; is the address in use?" in errors
         assert "Traceback" not in errors
         assert time.monotonic() - begin < 8
+
+
+def test_a_unix_socket_in_use_stops_the_start(start_fake: StartServer, tiny_dir: Path, tmp_path: Path) -> None:
+    """gRPC alone would take it away from the server that listens there. What a dead one left is replaced."""
+    address = f"unix:{tmp_path}/x.sock"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(address.removeprefix("unix:"))
+    server = start_fake("--listen", address)
+    code, errors = run("--model", str(tiny_dir), "--listen", address, "--admin-listen", "127.0.0.1:0")
+    assert code == 2
+    assert f"--listen {address}: cannot listen there" in errors
+    assert generate(server.stub(address), spec()).usage.completion_tokens == 8
+    both = f"unix:{tmp_path}/both.sock"
+    code, errors = run("--model", str(tiny_dir), "--listen", both, "--admin-listen", both)
+    assert code == 2
+    assert f"--admin-listen {both}: cannot listen there" in errors
 
 
 def test_unix_sockets(start_fake: StartServer, tmp_path: Path) -> None:
