@@ -14,6 +14,7 @@ from clients.display import error_lines
 from clients.errors import PicoError
 
 ADDRESS, ADMIN_ADDRESS = "127.0.0.1:50051", "127.0.0.1:50052"
+MAX_SECONDS = 365 * 86_400.0
 Command = Callable[[argparse.Namespace], None]
 
 
@@ -61,6 +62,27 @@ def client_version() -> str:
         return "(checkout)"
 
 
+def _number_in(low: int, high: int) -> Callable[[str], int]:
+    """What the field on the wire can hold; what it may be is the server's to say."""
+
+    def number(text: str) -> int:
+        if not low <= (value := int(text)) <= high:
+            raise argparse.ArgumentTypeError(f"must be {low} to {high}, got {text}")
+        return value
+
+    return number
+
+
+whole, seed, priority = _number_in(0, 2**32 - 1), _number_in(0, 2**64 - 1), _number_in(-(2**31), 2**31 - 1)
+
+
+def seconds(text: str) -> float:
+    """A duration as the wire can hold it."""
+    if not abs(value := float(text)) <= MAX_SECONDS:
+        raise argparse.ArgumentTypeError(f"is not a number of seconds: {text}")
+    return value
+
+
 def _add_inference_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     server, sampling = _inference_parent(), _sampling_parent()
     chat = add("chat", commands.chat, "Hold a conversation; Ctrl-C cancels an answer.", server, sampling)
@@ -69,10 +91,10 @@ def _add_inference_commands(add: Callable[..., argparse.ArgumentParser]) -> None
     generate = add("generate", commands.generate, "Continue a text, or answer one message.", server, sampling)
     generate.add_argument("prompt", help="the text; - reads it from standard input")
     generate.add_argument("--chat", action="store_true", help="send the text as a user's message")
-    generate.add_argument("--n", type=int, metavar="N", help="number of outputs")
+    generate.add_argument("--n", type=whole, metavar="N", help="number of outputs")
     generate.add_argument("--echo", action="store_true", default=None, help="begin with the prompt")
     generate.add_argument("--token-ids", action="store_true", default=None, help="with --json: token ids as well")
-    generate.add_argument("--top-logprobs", type=int, metavar="N", help="with --json: log probabilities as well")
+    generate.add_argument("--top-logprobs", type=whole, metavar="N", help="with --json: log probabilities as well")
     _add_json(generate)
 
     tokenize = add("tokenize", commands.tokenize, "Print the token ids of a text.", server)
@@ -98,10 +120,10 @@ def _add_admin_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
 
     drain = add("drain", commands.drain, "Take the server out of service; accepted requests finish.", server)
     drain.add_argument(
-        "--lame-duck", type=float, metavar="S", help="still accept for S seconds (default: the server's)"
+        "--lame-duck", type=seconds, metavar="S", help="still accept for S seconds (default: the server's)"
     )
     drain.add_argument(
-        "--timeout", type=float, metavar="S", help="cut what is left after S seconds more (default: the server's)"
+        "--timeout", type=seconds, metavar="S", help="cut what is left after S seconds more (default: the server's)"
     )
     drain.add_argument("--reason", default="", metavar="TEXT", help="told in the status")
     drain.add_argument("--wait", action="store_true", help="return when no request is left")
@@ -110,7 +132,7 @@ def _add_admin_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     shutdown = add("shutdown", commands.shutdown, "Drain the server, then end it.", server)
     how = shutdown.add_mutually_exclusive_group()
     how.add_argument(
-        "--timeout", type=float, metavar="S", help="cut what is left after S seconds more (default: the server's)"
+        "--timeout", type=seconds, metavar="S", help="cut what is left after S seconds more (default: the server's)"
     )
     how.add_argument("--immediate", action="store_true", help="do not drain")
     shutdown.add_argument("--wait", action="store_true", help="return when it has stopped")
@@ -141,8 +163,8 @@ def _sampling_parent() -> argparse.ArgumentParser:
     group = parent.add_argument_group("request", "What is not given is the model's or the server's default.")
     for name in ("temperature", "top-p", "min-p", "frequency-penalty", "presence-penalty", "repetition-penalty"):
         group.add_argument(f"--{name}", type=float, metavar="X")
-    for name in ("top-k", "seed", "max-tokens", "priority"):
-        group.add_argument(f"--{name}", type=int, metavar="N")
+    for name, kind in (("top-k", whole), ("seed", seed), ("max-tokens", whole), ("priority", priority)):
+        group.add_argument(f"--{name}", type=kind, metavar="N")
     group.add_argument("--stop", action="append", metavar="TEXT", help="end where this appears; may be repeated")
     group.add_argument("--ignore-eos", action="store_true", default=None, help="go on after the end of the answer")
     group.add_argument("--stats", action="store_true", help="print token counts and timings at the end")
@@ -150,7 +172,7 @@ def _sampling_parent() -> argparse.ArgumentParser:
 
 
 def _add_deadline(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--deadline", type=float, metavar="S", help="fail after S seconds")
+    parser.add_argument("--deadline", type=seconds, metavar="S", help="fail after S seconds")
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:

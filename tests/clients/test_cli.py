@@ -140,3 +140,21 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out.startswith("picovllm ")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", "x", "--max-tokens", "-1"], ["generate", "x", "--n", "4294967296"],
+        ["generate", "x", "--seed", "-1"],
+        ["generate", "x", "--priority", "2147483648"], ["generate", "x", "--deadline", "nan"],
+        ["drain", "--lame-duck", "1e30"], ["shutdown", "--timeout", "inf"], ["chat", "--top-k", "1.5"],
+    ],
+)
+def test_numbers_that_no_request_can_hold_are_wrong_usage(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+    assert f"argument {arguments[-2]}" in capsys.readouterr().err
