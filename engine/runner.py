@@ -42,7 +42,7 @@ def _allocate_kv(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
     """The KV pool. Unwritten KV is never read, so it is not cleared. Raises `ConfigError` when memory does not do."""
     try:
         return torch.empty(shape, dtype=dtype, device=device)
-    except RuntimeError:  # what both allocators raise; on cuda its subclass OutOfMemoryError
+    except (RuntimeError, OverflowError, TypeError):  # both allocators; a number beyond 64 bits
         gib = math.prod(shape) * dtype.itemsize / 2**30
         message = f"{shape[2]} KV blocks need {gib:.1f} GiB on {device}, which cannot be had; lower num_gpu_blocks"
         raise ConfigError(f"{message} or the share of memory given to them") from None

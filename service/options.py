@@ -32,6 +32,8 @@ class ServeOptions:
     def __post_init__(self) -> None:
         for name, address in (("--listen", self.listen), ("--admin-listen", self.admin_listen)):
             _check_address(name, address, self.insecure)
+        if not self.served_model_name or not self.served_model_name.isprintable():
+            raise ConfigError(f"--served-model-name must be a printable name, got {self.served_model_name!r}")
         for name in ("lame_duck", "drain_timeout"):
             if not 0 <= (value := getattr(self, name)) <= MAX_DRAIN_SECONDS:
                 option = f"--{name.replace('_', '-')}"
@@ -133,7 +135,9 @@ def engine_config(arguments: argparse.Namespace, directory: str) -> EngineConfig
 
 def serve_options(arguments: argparse.Namespace, directory: str) -> ServeOptions:
     """Raises `ConfigError`."""
-    name = arguments.served_model_name or arguments.model.rstrip("/").rpartition("/")[2]
+    name = arguments.served_model_name
+    if name is None:
+        name = arguments.model.rstrip("/").rpartition("/")[2]
     return ServeOptions(
         model=arguments.model,
         served_model_name=name,

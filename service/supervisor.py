@@ -1,6 +1,6 @@
 """The supervisor: spawns engine and front, watches them, owns the signals and the exit code. No gRPC, no torch.
 
-SIGTERM or SIGINT once: the front drains and ends, then the engine. A second one: at once. The children ignore
+SIGTERM, SIGINT or SIGHUP once: the front drains and ends, then the engine. A second one: at once. The children ignore
 these signals, so that one sent to the whole process group works, and die with the supervisor.
 """
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 _STOP_MARGIN = 15.0  # s beyond the end of the drain until a front that does not end is killed
 _IMMEDIATE_MARGIN = 5.0
 _CHILD_EXIT_WAIT = 5.0
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the last one: the terminal was closed
 _SPIN_COUNT = "3000"
 _ONE_SIGNAL = 0.2  # s: what comes sooner after the first is the same one, sent to us and to our group
 

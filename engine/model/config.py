@@ -144,7 +144,10 @@ def _number(path: Path, name: str, value: Any) -> float:
 
 def _rope_config(path: Path, raw: dict[str, Any]) -> RopeConfig:
     """RoPE settings in either spelling: ``rope_parameters``, or ``rope_theta`` beside ``rope_scaling``."""
-    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    scaling, older = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
+    if scaling and older and scaling != older:
+        raise ModelError(f"{path}: rope_parameters and rope_scaling are both set and differ; keep one")
+    scaling = scaling or older
     if not isinstance(scaling, dict):
         raise ModelError(f"{path}: rope settings must be an object, got {scaling!r}")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"

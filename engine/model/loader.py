@@ -139,7 +139,10 @@ def _weight_files(directory: Path) -> list[str]:
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise ModelError(f"{index}: weight_map must name a file for every tensor")
-        return sorted(set(weight_map.values()))
+        names = sorted(set(weight_map.values()))
+        if outside := [name for name in names if Path(name).name != name]:
+            raise ModelError(f"{index}: {outside[0]!r} is not the name of a file in this directory")
+        return names
     if (directory / "model.safetensors").exists():
         return ["model.safetensors"]
     raise ModelError(f"{directory} holds neither model.safetensors nor model.safetensors.index.json")

@@ -209,8 +209,12 @@ def test_a_tensor_the_shard_lacks_is_named(sharded: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 5}}', '{"weight_map": {"a": ["b"]}}']
-)
+    "content",
+    [
+        "", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 5}}', '{"weight_map": {"a": ["b"]}}',
+        '{"weight_map": {"a": "../other/model.safetensors"}}',
+    ],
+)  # fmt: skip
 def test_a_bad_index_is_named(sharded: Path, content: str) -> None:
     (sharded / INDEX).write_text(content)
     refused(sharded, INDEX)

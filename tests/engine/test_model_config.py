@@ -66,6 +66,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0), "original_max_position_embeddings"),
     ({"rope_parameters": ..., "rope_scaling": {"type": "ntk", "factor": 2.0}}, "ntk"),
     ({"rope_parameters": "linear"}, "rope"),
+    (rope("linear", factor=4.0) | {"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope_scaling are both set"),
     ({"rope_parameters": {"rope_type": "default", "rope_theta": "big"}}, "rope_theta"),
     ({"hidden_act": "gelu"}, "gelu"),
     ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),

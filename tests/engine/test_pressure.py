@@ -144,7 +144,10 @@ def test_two_engines_in_one_process_do_not_meet(model_dir: Path, tiny_dir: Path,
     assert tokens == alone
 
 
-def test_a_pool_that_memory_cannot_hold_is_one_line_with_what_to_lower(model_dir: Path, device: str) -> None:
+@pytest.mark.parametrize("blocks", [10**12, 10**30])
+def test_a_pool_that_memory_cannot_hold_is_one_line_with_what_to_lower(
+    model_dir: Path, device: str, blocks: int
+) -> None:
     with pytest.raises(ConfigError, match=r"GiB on .*lower num_gpu_blocks") as caught:
-        engine_of(model_dir, device, num_gpu_blocks=10**12)
+        engine_of(model_dir, device, num_gpu_blocks=blocks)
     assert "\n" not in str(caught.value)

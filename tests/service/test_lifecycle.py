@@ -110,7 +110,7 @@ def test_the_rest_is_cut_when_the_drain_is_over(start_fake: StartServer) -> None
         assert (collector.failure.code, collector.failure.reason) == (UNAVAILABLE, "DRAIN_TIMEOUT")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_second_signal_is_immediate(start_fake: StartServer, number: signal.Signals) -> None:
     server = start_fake("--lame-duck", "30", "--drain-timeout", "60")
     pids = [process.pid for process in server.processes()]
@@ -284,6 +284,8 @@ def serve(*options: str) -> tuple[int, str]:
         (["--admin-listen", "0.0.0.0:0"], "--insecure"),
         (["--listen", "nonsense"], "--listen must be HOST:PORT or unix:PATH"),
         (["--block-size", "7"], "--block-size"),
+        (["--served-model-name", ""], "--served-model-name must be a printable name"),
+        (["--served-model-name", "a\nb"], "--served-model-name must be a printable name"),
         (["--lame-duck", "-1"], "--lame-duck must be 0 or more"),
         (["--drain-timeout", "1e300"], "--drain-timeout must be 0 or more seconds, at most 86400"),
         (["--ready-file", "/no/such/place/ready.json"], "--ready-file /no/such/place/ready.json"),

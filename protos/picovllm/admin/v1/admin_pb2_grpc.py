@@ -154,7 +154,7 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SetLogLevel(self, request, context):
-        """Sets the level of a logger in all processes of the instance.
+        """Sets the level of a logger in the front and engine processes of the instance.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
