@@ -72,6 +72,9 @@ class OutputProgress:
         if self.finished is not None:
             return
         self._keep_text(self._text.settle())
+        if self._text.stop_text is not None:
+            self._finish(pb.FINISH_REASON_STOP, pb.StopMatch(stop_text=self._text.stop_text))
+            return
         match = None
         if event.stop_token_id is not None:
             token_id = event.stop_token_id

@@ -83,11 +83,12 @@ class OutputText:
         return self._release(self._held + self._decode(self._table.bytes_of(token_id)))
 
     def settle(self) -> str:
-        """The end: a half character becomes U+FFFD, what was held is shown."""
+        """The end: a half character becomes U+FFFD, which may complete a stop string; else what was held is shown."""
         if self.ended:
             return ""
+        shown = self._scan(self._utf8.decode(b"", final=True))
         self._settled = True
-        return self._release(self._held + self._utf8.decode(b"", final=True))
+        return shown if self.stop_text is not None else shown + self._release(self._held)
 
     def _decode(self, raw: bytes) -> str:
         """New whole characters; remembers at which character this token's first byte lies."""

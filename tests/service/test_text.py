@@ -138,6 +138,19 @@ def test_a_half_character_at_the_end_is_one_replacement_character() -> None:
     assert output.visible_token_count == 1
 
 
+@pytest.mark.parametrize("include", [False, True])
+def test_a_half_character_at_the_end_may_complete_a_stop_string(include: bool) -> None:
+    deltas, output = run(["ab 😀".encode()[:-1]], [" \ufffd"], include_stop=include)
+    assert "".join(deltas) == ("ab \ufffd" if include else "ab")
+    assert (output.stop_text, output.token_count) == (" \ufffd", 1)
+
+
+def test_what_a_stop_string_held_back_is_shown_at_the_end() -> None:
+    deltas, output = run(["one EN😀".encode()[:-1]], ["EN\ufffdD"])
+    assert "".join(deltas) == "one EN\ufffd"
+    assert output.stop_text is None
+
+
 def test_the_longest_possible_stop_list_stays_fast() -> None:
     stops = ["a" * k + "b" for k in range(240, 256)]
     deltas, output = run([b"a" * 1000] * 20, stops)
