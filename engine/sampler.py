@@ -9,7 +9,8 @@ from engine.outputs import TokenLogprob
 from engine.plan import Sample
 from engine.sampling_params import LogprobsMode
 from engine.sampling_state import SamplingState, has_filters, has_penalties, stop_ids
-from kernels.reference import sampling as reference
+from kernels import ops
+from kernels.reference.sampling import NEVER
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,25 +39,26 @@ class Sampler:
         state, device = self._state, logits_RV.device
         slots_R = torch.tensor([sample.slot for sample in samples], device=device)
         positions_R = torch.tensor([sample.position for sample in samples], device=device)
-        processed_RV = self._process(logits_RV, samples, slots_R)
+        penalised = any(has_penalties(sample.output) for sample in samples)
+        processed_RV = self._process(logits_RV, samples, slots_R, penalised)
         scores_RV = processed_RV
         rows = [i for i, sample in enumerate(samples) if sample.output.request.params.temperature > 0]
         if rows:
             rows_r = torch.tensor(rows, device=device)
-            noise = reference.gumbel_noise(state.seed_S[slots_R[rows_r]], positions_R[rows_r], logits_RV.shape[1])
+            noise = ops.gumbel_noise(state.seed_S[slots_R[rows_r]], positions_R[rows_r], logits_RV.shape[1])
             scores_RV = processed_RV.index_add(0, rows_r, noise)
         best_R, tokens_R = scores_RV.max(dim=1)
         state.last_token_S.index_copy_(0, slots_R, tokens_R)
-        if any(has_penalties(sample.output) for sample in samples):
+        if penalised:
             once = torch.ones_like(tokens_R, dtype=torch.int32)
             state.counts_SV.index_put_((slots_R, tokens_R), once, accumulate=True)
         return Sampled(tokens_R, best_R, logits_RV, processed_RV)
 
-    def _process(self, logits_RV: Tensor, samples: list[Sample], slots_R: Tensor) -> Tensor:
+    def _process(self, logits_RV: Tensor, samples: list[Sample], slots_R: Tensor, penalised: bool) -> Tensor:
         state = self._state
         logits = logits_RV
-        if any(has_penalties(sample.output) for sample in samples):
-            logits = reference.apply_penalties(
+        if penalised:
+            logits = ops.apply_penalties(
                 logits,
                 state.counts_SV[slots_R],
                 state.in_prompt_SV[slots_R],
@@ -70,7 +72,7 @@ class Sampler:
             logits = logits.index_copy(0, rows_r, biased)
         if rows := [i for i, s in enumerate(samples) if s.suppress_stops and stop_ids(s.output, self._eos)]:
             rows_r = torch.tensor(rows, device=logits.device)
-            held_back = logits[rows_r].scatter_(1, state.stop_ids[slots_R[rows_r]], reference.NEVER)
+            held_back = logits[rows_r].scatter_(1, state.stop_ids[slots_R[rows_r]], NEVER)
             logits = logits.index_copy(0, rows_r, held_back)
         return self._narrow(logits, samples, slots_R)
 
@@ -82,7 +84,7 @@ class Sampler:
         if rows := [i for i, sample in enumerate(samples) if has_filters(sample.output)]:
             rows_r = torch.tensor(rows, device=logits.device)
             slots_r = slots_R[rows_r]
-            allowed = reference.filter_logits(
+            allowed = ops.filter_logits(
                 logits[rows_r], state.top_k_S[slots_r], state.top_p_S[slots_r], state.min_p_S[slots_r]
             )
             logits = logits.index_copy(0, rows_r, allowed)
@@ -124,4 +126,4 @@ def _top_records(logprobs_RV: Tensor, top: int) -> list[tuple[TokenLogprob, ...]
 
 
 def _finite(value: float) -> float | None:
-    return None if value == reference.NEVER else value
+    return None if value == NEVER else value

@@ -7,13 +7,12 @@ Shapes as in `kernels.reference.attention`. torch's own CPU attention reaches ab
 import torch
 from torch import Tensor
 
+from kernels.cpu_linear import linear
 from kernels.reference import attention as reference
-from kernels.reference.linear import linear
 
 # Query tokens of a block. Its scores, G x 256 rows of the context in float32, stay within the second-level cache.
 BLOCK = 256
 SHORTEST_CHUNK = 192
-DTYPES = (torch.float32, torch.bfloat16)
 
 
 def paged_prefill_attention(
@@ -24,10 +23,9 @@ def paged_prefill_attention(
     scale: float,
     out_TND: Tensor,
 ) -> None:
-    """As the reference of this name; long chunks are computed here, short ones by the reference."""
-    shortest = SHORTEST_CHUNK if q_TND.dtype in DTYPES else len(q_TND) + 1
-    long = [sequence for sequence in sequences if sequence.query_len >= shortest]
-    short = [sequence for sequence in sequences if sequence.query_len < shortest]
+    """As the reference, for tensors that `kernels.cpu_linear` handles; short chunks are left to the reference."""
+    long = [sequence for sequence in sequences if sequence.query_len >= SHORTEST_CHUNK]
+    short = [sequence for sequence in sequences if sequence.query_len < SHORTEST_CHUNK]
     reference.paged_prefill_attention(q_TND, k_cache, v_cache, short, scale, out_TND)
     group = q_TND.shape[1] // k_cache.shape[2]
     for sequence in long:

@@ -6,20 +6,38 @@ implementation for a device is chosen here, by where the tensors are, and nowher
 
 from torch import Tensor
 
-from kernels import cpu_attention
+from kernels import cpu_attention, cpu_linear
 from kernels.reference import attention
+from kernels.reference import linear as reference_linear
 from kernels.reference.activation import silu_mul
 from kernels.reference.attention import DecodeMeta, PrefillSequence, paged_decode_attention
 from kernels.reference.cache import copy_blocks, rope_and_store, store_kvcache
-from kernels.reference.linear import linear, linear_float32, pack_weight
 from kernels.reference.norm import add_rmsnorm, rmsnorm
+from kernels.reference.sampling import apply_penalties, filter_logits, gumbel_noise
+
+
+def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """As `kernels.reference.linear.linear`; ``weight_OI`` may be what `pack_weight` returned."""
+    module = cpu_linear if cpu_linear.handles(x_TI) else reference_linear
+    return module.linear(x_TI, weight_OI, bias_O)
+
+
+def linear_float32(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    """As `kernels.reference.linear.linear_float32`; ``weight_OI`` may be what `pack_weight` returned."""
+    module = cpu_linear if cpu_linear.handles(x_TI) else reference_linear
+    return module.linear_float32(x_TI, weight_OI)
+
+
+def pack_weight(weight_OI: Tensor) -> Tensor:
+    """The weight in the layout that `linear` reads fastest where it is: an opaque tensor, or ``weight_OI`` itself."""
+    return cpu_linear.pack_weight(weight_OI) if cpu_linear.handles(weight_OI) else weight_OI
 
 
 def paged_prefill_attention(
     q_TND: Tensor, k_cache: Tensor, v_cache: Tensor, sequences: list[PrefillSequence], scale: float, out_TND: Tensor
 ) -> None:
     """As `kernels.reference.attention.paged_prefill_attention`."""
-    module = cpu_attention if q_TND.device.type == "cpu" else attention
+    module = cpu_attention if cpu_linear.handles(q_TND) else attention
     module.paged_prefill_attention(q_TND, k_cache, v_cache, sequences, scale, out_TND)
 
 
@@ -27,7 +45,10 @@ __all__ = [
     "DecodeMeta",
     "PrefillSequence",
     "add_rmsnorm",
+    "apply_penalties",
     "copy_blocks",
+    "filter_logits",
+    "gumbel_noise",
     "linear",
     "linear_float32",
     "pack_weight",

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import cpu_attention
+from kernels import cpu_attention, ops
 from kernels.reference import attention as reference
 
 # (context, query): whole prompts and chunks after a cached prefix, around the block and the shortest chunk.
@@ -44,6 +44,11 @@ def test_it_equals_the_reference(heads: int, kv_heads: int, dtype: torch.dtype) 
     assert (ours.float() - theirs.float()).abs().max() < TOLERANCE[dtype]
 
 
-def test_other_dtypes_go_to_the_reference() -> None:
-    ours = attend(cpu_attention, torch.float16, 4, 2, CHUNKS)
+def test_dtypes_it_has_no_product_for_go_to_the_reference() -> None:
+    ours = attend(ops, torch.float16, 4, 2, CHUNKS)
     assert torch.equal(ours, attend(reference, torch.float16, 4, 2, CHUNKS))
+
+
+def test_it_is_what_the_engine_calls_on_a_cpu() -> None:
+    ours = attend(ops, torch.float32, 9, 3, CHUNKS)
+    assert torch.equal(ours, attend(cpu_attention, torch.float32, 9, 3, CHUNKS))
