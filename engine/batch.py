@@ -45,7 +45,7 @@ class BatchBuilder:
             slots_T=self._move(slots_T),
             num_decode=len(decode),
             decode=self._decode_meta(decode) if decode else None,
-            prefill=self._prefill_sequences(rows, len(decode)),
+            prefill=self._prefill_meta(rows[len(decode) :], len(decode)) if len(decode) < len(rows) else None,
         )
         starts = np.cumsum([0] + [row.count for row in rows])
         last_rows = [int(end) - 1 for row, end in zip(rows, starts[1:], strict=True) for _ in row.samples]
@@ -77,21 +77,28 @@ class BatchBuilder:
         return np.array(row.blocks)[positions // self._block_size] * self._block_size + positions % self._block_size
 
     def _decode_meta(self, rows: list[PlanRow]) -> ops.DecodeMeta:
-        width = max(len(row.blocks) for row in rows)
-        tables = np.zeros((len(rows), width), dtype=np.int64)
+        lengths = tuple(row.start + 1 for row in rows)
+        tables = self._move(self._block_tables(rows))
+        return ops.DecodeMeta(tables, self._move(np.array(lengths)), lengths, self._block_size)
+
+    def _prefill_meta(self, rows: list[PlanRow], first_token: int) -> ops.PrefillMeta:
+        starts = np.cumsum([first_token] + [row.count for row in rows])
+        contexts = np.array([row.start + row.count for row in rows])
+        return ops.PrefillMeta(
+            block_tables=self._move(self._block_tables(rows)),
+            query_starts=self._move(starts),
+            context_lens=self._move(contexts),
+            host_query_starts=tuple(starts.tolist()),
+            host_context_lens=tuple(contexts.tolist()),
+            block_size=self._block_size,
+        )
+
+    @staticmethod
+    def _block_tables(rows: list[PlanRow]) -> np.ndarray:
+        tables = np.zeros((len(rows), max(len(row.blocks) for row in rows)), dtype=np.int64)
         for i, row in enumerate(rows):
             tables[i, : len(row.blocks)] = row.blocks
-        lengths = tuple(row.start + 1 for row in rows)
-        return ops.DecodeMeta(self._move(tables), self._move(np.array(lengths)), lengths, self._block_size)
-
-    def _prefill_sequences(self, rows: list[PlanRow], num_decode: int) -> list[ops.PrefillSequence]:
-        sequences, start = [], num_decode
-        for row in rows[num_decode:]:
-            table = self._move(np.array(row.blocks))
-            context = row.start + row.count
-            sequences.append(ops.PrefillSequence(table, start, row.count, context, self._block_size))
-            start += row.count
-        return sequences
+        return tables
 
     def _prompt_rows(self, row: PlanRow, flat_start: int) -> tuple[Tensor, Tensor]:
         """Position p is predicted by the token at p - 1; position 0 by nothing, so it has no row here."""

@@ -19,16 +19,19 @@ def paged_prefill_attention(
     q_TND: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    sequences: list[reference.PrefillSequence],
+    meta: reference.PrefillMeta,
     scale: float,
     out_TND: Tensor,
 ) -> None:
-    """As the reference, for tensors that `kernels.cpu_linear` handles; short chunks are left to the reference."""
-    long = [sequence for sequence in sequences if sequence.query_len >= SHORTEST_CHUNK]
-    short = [sequence for sequence in sequences if sequence.query_len < SHORTEST_CHUNK]
-    reference.paged_prefill_attention(q_TND, k_cache, v_cache, short, scale, out_TND)
+    """As the reference, for tensors that `kernels.cpu_linear` handles. The reference does short chunks and uneven heads."""
+    if meta.heads is not None:
+        reference.paged_prefill_attention(q_TND, k_cache, v_cache, meta, scale, out_TND)
+        return
     group = q_TND.shape[1] // k_cache.shape[2]
-    for sequence in long:
+    for sequence in meta.sequences:
+        if sequence.query_len < SHORTEST_CHUNK:
+            reference.attend_sequence(q_TND, k_cache, v_cache, sequence, scale, out_TND)
+            continue
         rows = slice(sequence.query_start, sequence.query_start + sequence.query_len)
         k_SKD = k_cache.flatten(0, 1).index_select(0, sequence.slots)
         v_SKD = v_cache.flatten(0, 1).index_select(0, sequence.slots)

@@ -10,8 +10,8 @@ from kernels import cpu_attention, cpu_linear
 from kernels.reference import attention
 from kernels.reference import linear as reference_linear
 from kernels.reference.activation import silu_mul
-from kernels.reference.attention import DecodeMeta, PrefillSequence, paged_decode_attention
-from kernels.reference.cache import copy_blocks, rope_and_store, store_kvcache
+from kernels.reference.attention import DecodeMeta, HeadGroups, PrefillMeta, paged_decode_attention
+from kernels.reference.cache import HeadNorms, copy_blocks, rope_and_store, store_kvcache
 from kernels.reference.norm import add_rmsnorm, rmsnorm
 from kernels.reference.sampling import apply_penalties, filter_logits, gumbel_noise
 
@@ -34,16 +34,18 @@ def pack_weight(weight_OI: Tensor) -> Tensor:
 
 
 def paged_prefill_attention(
-    q_TND: Tensor, k_cache: Tensor, v_cache: Tensor, sequences: list[PrefillSequence], scale: float, out_TND: Tensor
+    q_TND: Tensor, k_cache: Tensor, v_cache: Tensor, meta: PrefillMeta, scale: float, out_TND: Tensor
 ) -> None:
     """As `kernels.reference.attention.paged_prefill_attention`."""
     module = cpu_attention if cpu_linear.handles(q_TND) else attention
-    module.paged_prefill_attention(q_TND, k_cache, v_cache, sequences, scale, out_TND)
+    module.paged_prefill_attention(q_TND, k_cache, v_cache, meta, scale, out_TND)
 
 
 __all__ = [
     "DecodeMeta",
-    "PrefillSequence",
+    "HeadGroups",
+    "HeadNorms",
+    "PrefillMeta",
     "add_rmsnorm",
     "apply_penalties",
     "copy_blocks",

@@ -1,6 +1,7 @@
 """Options and fixtures shared by all tests."""
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,10 @@ import pytest
 # Before torch loads its OpenMP runtime, and for every process started here: idle threads sleep instead of spinning.
 # Two processes whose threads spin on the same cores slow each other down tenfold and more.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# Triton's decorators read this when kernels are imported: on a CPU the same kernels run in its interpreter.
+if not any("cuda" in argument for argument in sys.argv):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
 COLLECTED = pytest.StashKey[dict[str, int]]()

@@ -68,7 +68,7 @@ class ForwardBatch:
     slots_T: Tensor
     num_decode: int
     decode: ops.DecodeMeta | None
-    prefill: list[ops.PrefillSequence]
+    prefill: ops.PrefillMeta | None
 
 
 class Transformer:
@@ -104,19 +104,18 @@ class Transformer:
     ) -> Tensor:
         config = self.config
         qkv_TAD = ops.linear(normed_TH, layer.qkv, layer.qkv_bias).unflatten(1, (-1, config.head_dim))
+        head_norms = None
         if layer.q_norm_D is not None and layer.k_norm_D is not None:
-            self._normalise_heads(qkv_TAD, layer.q_norm_D, layer.k_norm_D)
-        q_TND = ops.rope_and_store(qkv_TAD, config.num_kv_heads, batch.cos_sin_TD, k_cache, v_cache, batch.slots_T)
+            head_norms = ops.HeadNorms(layer.q_norm_D, layer.k_norm_D, config.norm_eps)
+        q_TND = ops.rope_and_store(
+            qkv_TAD, config.num_kv_heads, batch.cos_sin_TD, k_cache, v_cache, batch.slots_T, head_norms
+        )
         attended_TND = self._attend(q_TND, batch, k_cache, v_cache)
         return ops.linear(attended_TND.flatten(1), layer.o, layer.o_bias)
 
-    def _normalise_heads(self, qkv_TAD: Tensor, q_norm_D: Tensor, k_norm_D: Tensor) -> None:
-        N, K, eps = self.config.num_heads, self.config.num_kv_heads, self.config.norm_eps
-        qkv_TAD[:, :N] = ops.rmsnorm(qkv_TAD[:, :N], q_norm_D, eps)
-        qkv_TAD[:, N : N + K] = ops.rmsnorm(qkv_TAD[:, N : N + K], k_norm_D, eps)
-
     def _attend(self, q_TND: Tensor, batch: ForwardBatch, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        if batch.decode is not None and not batch.prefill:
+        if batch.prefill is None:
+            assert batch.decode is not None
             return ops.paged_decode_attention(q_TND, k_cache, v_cache, batch.decode, self._scale)
         out_TND = torch.empty(q_TND.shape, dtype=q_TND.dtype, device=q_TND.device)
         if batch.decode is not None:

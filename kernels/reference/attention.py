@@ -28,36 +28,64 @@ class DecodeGroup:
     mask: Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class HeadGroups:
+    """Which query heads share a KV head: global query head h reads KV head ``h // size``.
+
+    A rank of a tensor parallel group holds query heads from ``first`` on, and the KV heads they need; so its first
+    and last KV head may serve fewer than ``size`` of its query heads.
+    """
+
+    size: int
+    first: int = 0
+
+    def kv_head(self, query_head: int) -> int:
+        """The local KV head of a local query head."""
+        return (self.first + query_head) // self.size - self.first // self.size
+
+
 @dataclass(frozen=True, eq=False)
 class DecodeMeta:
-    """One query token per sequence. ``block_tables`` int64 [B, M]; ``context_lens`` int64 [B], the new token included.
+    """One query token per sequence. ``block_tables`` int [B, M]; ``context_lens`` int [B], the new token included.
 
-    ``host_lens`` are the same lengths on the host.
+    ``host_lens`` are the same lengths on the host; the reference needs them, a kernel does not. With ``table_rows``
+    (int [B]) sequence b uses row ``table_rows[b]`` of ``block_tables``, and a row of -1 is padding: its output is
+    undefined, and nothing of it is read. ``heads`` None: every KV head serves N / K query heads.
     """
 
     block_tables: Tensor
     context_lens: Tensor
-    host_lens: tuple[int, ...]
+    host_lens: tuple[int, ...] | None
     block_size: int
+    table_rows: Tensor | None = None
+    heads: HeadGroups | None = None
 
     @cached_property
     def groups(self) -> list[DecodeGroup]:
         """Rows by length, so that padding at most doubles the work; made once a step, used by every layer."""
+        assert self.host_lens is not None, "the reference groups rows by their lengths on the host"
+        tables = self.block_tables
+        if self.table_rows is not None:
+            tables = tables[self.table_rows.clamp(min=0).long()]
         by_size: dict[int, list[int]] = {}
         for row, length in enumerate(self.host_lens):
-            by_size.setdefault(max((length - 1).bit_length(), SMALLEST_GROUP_BITS), []).append(row)
-        if len(by_size) == 1:
-            return [self._group(None, self.block_tables, self.context_lens, max(self.host_lens))]
+            if length > 0:
+                by_size.setdefault(max((length - 1).bit_length(), SMALLEST_GROUP_BITS), []).append(row)
+        if len(by_size) == 1 and 0 not in self.host_lens:
+            return [self._group(None, tables, self.context_lens, max(self.host_lens))]
         groups = []
         for members in by_size.values():
-            rows = torch.tensor(members, device=self.block_tables.device)
+            rows = torch.tensor(members, device=tables.device)
             longest = max(self.host_lens[row] for row in members)
-            groups.append(self._group(rows, self.block_tables[rows], self.context_lens[rows], longest))
+            groups.append(self._group(rows, tables[rows], self.context_lens[rows], longest))
         return groups
 
     def _group(self, rows: Tensor | None, tables: Tensor, lens: Tensor, longest: int) -> DecodeGroup:
         positions_S = torch.arange(longest, device=tables.device)
-        slots = tables.index_select(1, positions_S // self.block_size) * self.block_size + positions_S % self.block_size
+        slots = (
+            tables.index_select(1, positions_S // self.block_size).long() * self.block_size
+            + positions_S % self.block_size
+        )
         valid = positions_S < lens[:, None]
         if bool(valid.all()):
             return DecodeGroup(rows, slots, None)
@@ -79,7 +107,8 @@ class PrefillSequence:
     def slots(self) -> Tensor:
         """Slots [S] of this sequence's KV positions."""
         positions_S = torch.arange(self.context_len, device=self.block_table.device)
-        return self.block_table[positions_S // self.block_size] * self.block_size + positions_S % self.block_size
+        blocks_S = self.block_table[positions_S // self.block_size].long()
+        return blocks_S * self.block_size + positions_S % self.block_size
 
     @cached_property
     def mask(self) -> Tensor | None:
@@ -91,44 +120,103 @@ class PrefillSequence:
         return torch.arange(self.context_len, device=device) <= ends[:, None]
 
 
+@dataclass(frozen=True, eq=False)
+class PrefillMeta:
+    """Chunks of B sequences: sequence b's queries are the flat rows ``[query_starts[b], query_starts[b + 1])``.
+
+    They are the last tokens of its context of ``context_lens[b]``. ``block_tables`` int [B, M], ``query_starts`` int
+    [B + 1], ``context_lens`` int [B]; the host tuples say the same, and are None where a graph is captured: a kernel
+    reads the device's. An empty sequence has equal starts.
+    """
+
+    block_tables: Tensor
+    query_starts: Tensor
+    context_lens: Tensor
+    host_query_starts: tuple[int, ...] | None
+    host_context_lens: tuple[int, ...] | None
+    block_size: int
+    heads: HeadGroups | None = None
+
+    @cached_property
+    def sequences(self) -> list[PrefillSequence]:
+        """The same, one object for each sequence that is not empty."""
+        assert self.host_query_starts is not None
+        assert self.host_context_lens is not None
+        starts, contexts = self.host_query_starts, self.host_context_lens
+        return [
+            PrefillSequence(self.block_tables[b], starts[b], starts[b + 1] - starts[b], context, self.block_size)
+            for b, context in enumerate(contexts)
+            if starts[b + 1] > starts[b]
+        ]
+
+
 def paged_decode_attention(q_BND: Tensor, k_cache: Tensor, v_cache: Tensor, meta: DecodeMeta, scale: float) -> Tensor:
     """Softmax attention of one query token per sequence over its paged KV. Returns [B, N, D].
 
     The G query heads of a KV head are treated as G query positions, so K and V are never repeated.
     """
-    groups = meta.groups
-    if len(groups) == 1:
-        return _attend_group(q_BND, k_cache, v_cache, groups[0], scale)
+    groups, uneven = meta.groups, _uneven_heads(q_BND.shape[1], k_cache, meta.heads)
+    if len(groups) == 1 and groups[0].rows is None:
+        return _attend_group(q_BND, k_cache, v_cache, groups[0], scale, uneven)
     out_BND = torch.empty(q_BND.shape, dtype=q_BND.dtype, device=q_BND.device)
     for group in groups:
-        out_BND[group.rows] = _attend_group(q_BND[group.rows], k_cache, v_cache, group, scale)
+        out_BND[group.rows] = _attend_group(q_BND[group.rows], k_cache, v_cache, group, scale, uneven)
     return out_BND
 
 
-def _attend_group(q_bND: Tensor, k_cache: Tensor, v_cache: Tensor, group: DecodeGroup, scale: float) -> Tensor:
-    K = k_cache.shape[2]
+def _uneven_heads(num_heads: int, k_cache: Tensor, heads: HeadGroups | None) -> Tensor | None:
+    """The KV head of each query head, int64 [N]; None where all groups are of one size."""
+    if heads is None:
+        return None
+    kv_heads = [heads.kv_head(head) for head in range(num_heads)]
+    return torch.tensor(kv_heads, device=k_cache.device)
+
+
+def _attend_group(
+    q_bND: Tensor, k_cache: Tensor, v_cache: Tensor, group: DecodeGroup, scale: float, uneven: Tensor | None
+) -> Tensor:
+    K = k_cache.shape[2] if uneven is None else q_bND.shape[1]
     q_bKGD = q_bND.unflatten(1, (K, -1))
     k_bKSD, v_bKSD = _gather(k_cache, group.slots), _gather(v_cache, group.slots)
+    if uneven is not None:
+        k_bKSD, v_bKSD = k_bKSD[:, uneven], v_bKSD[:, uneven]
     mask = None if group.mask is None else group.mask.to(q_bND.dtype)
     return F.scaled_dot_product_attention(q_bKGD, k_bKSD, v_bKSD, attn_mask=mask, scale=scale).flatten(1, 2)
 
 
 def paged_prefill_attention(
-    q_TND: Tensor, k_cache: Tensor, v_cache: Tensor, sequences: list[PrefillSequence], scale: float, out_TND: Tensor
+    q_TND: Tensor, k_cache: Tensor, v_cache: Tensor, meta: PrefillMeta, scale: float, out_TND: Tensor
 ) -> None:
     """Causal attention of each sequence's chunk over its cached prefix and itself; writes its rows of ``out_TND``."""
-    K = k_cache.shape[2]
+    uneven = _uneven_heads(q_TND.shape[1], k_cache, meta.heads)
+    for sequence in meta.sequences:
+        attend_sequence(q_TND, k_cache, v_cache, sequence, scale, out_TND, uneven)
+
+
+def attend_sequence(
+    q_TND: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    sequence: PrefillSequence,
+    scale: float,
+    out_TND: Tensor,
+    uneven: Tensor | None = None,
+) -> None:
+    """One sequence of `paged_prefill_attention`; ``uneven`` as `HeadGroups.kv_head` of every query head."""
+    k_KSD, v_KSD = _gather(k_cache, sequence.slots[None])[0], _gather(v_cache, sequence.slots[None])[0]
+    if uneven is not None:
+        k_KSD, v_KSD = k_KSD[uneven], v_KSD[uneven]
+    K = k_KSD.shape[0]
     G = q_TND.shape[1] // K
-    for sequence in sequences:
-        rows = slice(sequence.query_start, sequence.query_start + sequence.query_len)
-        q_KGqD = q_TND[rows].unflatten(1, (K, G)).permute(1, 2, 0, 3)
-        k_KGSD = _gather(k_cache, sequence.slots[None])[0][:, None].expand(-1, G, -1, -1)
-        v_KGSD = _gather(v_cache, sequence.slots[None])[0][:, None].expand(-1, G, -1, -1)
-        fresh = sequence.query_len == sequence.context_len and sequence.query_len > 1
-        attended = F.scaled_dot_product_attention(
-            q_KGqD, k_KGSD, v_KGSD, attn_mask=sequence.mask, is_causal=fresh, scale=scale
-        )
-        out_TND[rows] = attended.permute(2, 0, 1, 3).flatten(1, 2)
+    rows = slice(sequence.query_start, sequence.query_start + sequence.query_len)
+    q_KGqD = q_TND[rows].unflatten(1, (K, G)).permute(1, 2, 0, 3)
+    k_KGSD = k_KSD[:, None].expand(-1, G, -1, -1)
+    v_KGSD = v_KSD[:, None].expand(-1, G, -1, -1)
+    fresh = sequence.query_len == sequence.context_len and sequence.query_len > 1
+    attended = F.scaled_dot_product_attention(
+        q_KGqD, k_KGSD, v_KGSD, attn_mask=sequence.mask, is_causal=fresh, scale=scale
+    )
+    out_TND[rows] = attended.permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def _gather(cache: Tensor, slots_BS: Tensor) -> Tensor:

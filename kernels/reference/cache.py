@@ -4,8 +4,21 @@ A paged cache is [num_blocks, block_size, K, D] (K = KV heads, D = head_dim). A 
 ``block * block_size + offset``; slot -1 means "write nothing" (padding).
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+from kernels.reference.norm import rmsnorm
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadNorms:
+    """Qwen3's RMSNorm over each query and key head, before the rotation."""
+
+    q_D: Tensor
+    k_D: Tensor
+    eps: float
 
 
 def store_kvcache(k_TKD: Tensor, v_TKD: Tensor, k_cache: Tensor, v_cache: Tensor, slots_T: Tensor) -> None:
@@ -34,13 +47,25 @@ def rope(x_TND: Tensor, cos_sin_TD: Tensor) -> Tensor:
 
 
 def rope_and_store(
-    qkv_TAD: Tensor, num_kv_heads: int, cos_sin_TD: Tensor, k_cache: Tensor, v_cache: Tensor, slots_T: Tensor
+    qkv_TAD: Tensor,
+    num_kv_heads: int,
+    cos_sin_TD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots_T: Tensor,
+    head_norms: HeadNorms | None = None,
 ) -> Tensor:
-    """Rotate q and k, store k and v in the paged cache. Returns the rotated q, [T, N, D].
+    """Normalise q and k where the model does, rotate them, store k and v in the paged cache. Returns q, [T, N, D].
 
-    ``qkv_TAD`` holds each token's heads in the order N query, K key, K value (A = N + 2K).
+    ``qkv_TAD`` holds each token's heads in the order N query, K key, K value (A = N + 2K). Rows with slot -1 store
+    nothing.
     """
-    rotated = rope(qkv_TAD[:, :-num_kv_heads], cos_sin_TD)
+    qk_TAD = qkv_TAD[:, :-num_kv_heads]
+    if head_norms is not None:
+        q_TND, k_TKD = qk_TAD[:, :-num_kv_heads], qk_TAD[:, -num_kv_heads:]
+        q_TND = rmsnorm(q_TND, head_norms.q_D, head_norms.eps)
+        qk_TAD = torch.cat((q_TND, rmsnorm(k_TKD, head_norms.k_D, head_norms.eps)), dim=1)
+    rotated = rope(qk_TAD, cos_sin_TD)
     store_kvcache(rotated[:, -num_kv_heads:], qkv_TAD[:, -num_kv_heads:], k_cache, v_cache, slots_T)
     return rotated[:, :-num_kv_heads]
 

@@ -67,7 +67,14 @@ def whole_prompt(directory: Path, token_ids: list[int]) -> tuple[Transformer, Fo
         slots_T=table[positions // block_size] * block_size + positions % block_size,
         num_decode=0,
         decode=None,
-        prefill=[ops.PrefillSequence(table, 0, len(token_ids), len(token_ids), block_size)],
+        prefill=ops.PrefillMeta(
+            table[None],
+            torch.tensor([0, len(token_ids)]),
+            torch.tensor([len(token_ids)]),
+            (0, len(token_ids)),
+            (len(token_ids),),
+            block_size,
+        ),
     )
     return Transformer(config, weights), batch, torch.full(shape, float("nan"))
 

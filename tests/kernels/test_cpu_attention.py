@@ -1,5 +1,7 @@
 """The CPU's own prefill attention against the reference, on chunks long enough that it is used."""
 
+from itertools import accumulate
+
 import pytest
 import torch
 from torch import Tensor
@@ -19,18 +21,21 @@ def attend(module: object, dtype: torch.dtype, heads: int, kv_heads: int, chunks
     needed = sum(-(-context // block_size) for context, _ in chunks)
     blocks = torch.randperm(needed + 5, generator=generator)
     caches = torch.full((2, needed + 5, block_size, kv_heads, dim), float("nan"))
-    sequences, used, start = [], 0, 0
-    for context, query in chunks:
-        count = -(-context // block_size)
-        table, used = blocks[used : used + count], used + count
-        sequence = reference.PrefillSequence(table, start, query, context, block_size)
-        caches.flatten(1, 2)[:, sequence.slots] = torch.randn(2, context, kv_heads, dim, generator=generator)
-        sequences.append(sequence)
-        start += query
+    counts = [-(-context // block_size) for context, _ in chunks]
+    tables = torch.zeros(len(chunks), max(counts), dtype=torch.int64)
+    for row, part in enumerate(blocks[: sum(counts)].split(counts)):
+        tables[row, : len(part)] = part
+    contexts = tuple(context for context, _ in chunks)
+    starts = tuple(accumulate((query for _, query in chunks), initial=0))
+    meta = reference.PrefillMeta(tables, torch.tensor(starts), torch.tensor(contexts), starts, contexts, block_size)
+    for sequence in meta.sequences:
+        values = torch.randn(2, sequence.context_len, kv_heads, dim, generator=generator)
+        caches.flatten(1, 2)[:, sequence.slots] = values
+    start = starts[-1]
     q = 2 * torch.randn(start + 3, heads, dim, generator=generator)
     out = torch.full(q.shape, 7.0, dtype=dtype)
     k_cache, v_cache = caches.to(dtype)
-    module.paged_prefill_attention(q.to(dtype), k_cache, v_cache, sequences, 0.15, out)  # type: ignore[attr-defined]
+    module.paged_prefill_attention(q.to(dtype), k_cache, v_cache, meta, 0.15, out)  # type: ignore[attr-defined]
     assert (out[start:] == 7).all(), "rows of nobody were written"
     return out[:start]
 

@@ -4,7 +4,8 @@ Whatever must not be read holds NaN: free blocks, the rest of each sequence's la
 entries of a block table name. One NaN that is read makes the output NaN.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import pytest
 import torch
@@ -168,16 +169,23 @@ CHUNKS = [(1, 1), (37, 37), (64, 64), (65, 1), (200, 9), (150, 149), (16, 15), (
 
 
 def prefill(
-    paged: Paged, q: Tensor, chunks: list[tuple[int, int]], scale: float, first_row: int = 0, spare_blocks: int = 0
+    paged: Paged,
+    q: Tensor,
+    chunks: list[tuple[int, int]],
+    scale: float,
+    first_row: int = 0,
+    spare_blocks: int = 0,
+    heads: ops.HeadGroups | None = None,
 ) -> Tensor:
     """Runs every chunk; rows of the output that belong to none stay as they were (7)."""
-    sequences, start = [], first_row
-    for table, (context, query) in zip(paged.tables, chunks, strict=True):
-        padded = torch.tensor(table + [paged.poison_block] * spare_blocks, device=q.device)
-        sequences.append(ops.PrefillSequence(padded, start, query, context, paged.block_size))
-        start += query
+    starts = tuple(accumulate((query for _, query in chunks), initial=first_row))
+    contexts = tuple(context for context, _ in chunks)
+    width = max(map(len, paged.tables)) + spare_blocks
+    tables = [table + [paged.poison_block] * (width - len(table)) for table in paged.tables]
+    device_tensors = (torch.tensor(values, device=q.device) for values in (tables, starts, contexts))
+    meta = ops.PrefillMeta(*device_tensors, starts, contexts, paged.block_size, heads)
     out = torch.full(q.shape, 7.0, dtype=q.dtype, device=q.device)
-    ops.paged_prefill_attention(q, paged.k_cache, paged.v_cache, sequences, scale, out)
+    ops.paged_prefill_attention(q, paged.k_cache, paged.v_cache, meta, scale, out)
     return out
 
 
@@ -248,3 +256,39 @@ def test_a_decode_row_is_a_prefill_chunk_of_one(device: str) -> None:
     meta = decode_meta(paged, [77], device)
     decoded = ops.paged_decode_attention(q, paged.k_cache, paged.v_cache, meta, 0.125)
     assert torch.allclose(prefill(paged, q, [(77, 1)], 0.125), decoded, atol=1e-6)
+
+
+# (query heads, size of a group, first query head of the rank): ranks of 9/3 on 2 and 4, of 14/2 on 4, of 12/2 on 5.
+UNEVEN = [(4, 3, 0), (5, 3, 4), (2, 3, 2), (3, 7, 3), (4, 7, 10), (2, 6, 4), (3, 6, 9)]
+
+
+@pytest.mark.parametrize(("num_heads", "size", "first"), UNEVEN)
+def test_heads_of_a_rank(num_heads: int, size: int, first: int, device: str) -> None:
+    """A rank's query heads may begin and end within a group: each head still reads its own KV head."""
+    heads = ops.HeadGroups(size, first)
+    kv_heads = [heads.kv_head(head) for head in range(num_heads)]
+    assert kv_heads == [(first + i) // size - first // size for i in range(num_heads)]
+    chunks = [(40, 40), (90, 10)]
+    paged = make_paged([40, 90], kv_heads[-1] + 1, 64, 16, torch.float32, device)
+    expanded = replace(paged, k=[k[:, kv_heads] for k in paged.k], v=[v[:, kv_heads] for v in paged.v])
+    q = random_q(50, num_heads, 64, torch.float32, device)
+    assert_near(prefill(paged, q, chunks, 0.125, heads=heads), exact_prefill(expanded, q, chunks, 0.125))
+    meta = replace(decode_meta(paged, [40, 90], device), heads=heads)
+    decoded = ops.paged_decode_attention(q[:2], paged.k_cache, paged.v_cache, meta, 0.125)
+    exact = [dense(q[i : i + 1], expanded.k[i], expanded.v[i], n - 1, 0.125) for i, n in enumerate([40, 90])]
+    assert_near(decoded, torch.cat(exact))
+
+
+def test_rows_name_their_tables(device: str) -> None:
+    """Sequences of a batch may use any rows of a larger table; -1 is a padded row."""
+    paged = make_paged([40, 90, 7], 3, 64, 16, torch.float32, device)
+    q = random_q(4, 9, 64, torch.float32, device)
+    full = decode_meta(paged, [40, 90, 7], device)
+    rows = torch.tensor([2, -1, 0, 1], device=device)
+    lengths = (7, 0, 40, 90)
+    meta = ops.DecodeMeta(full.block_tables, torch.tensor(lengths, device=device), lengths, 16, rows)
+    ours = ops.paged_decode_attention(q, paged.k_cache, paged.v_cache, meta, 0.125)
+    for i, (sequence, length) in enumerate(zip(rows.tolist(), lengths, strict=True)):
+        if sequence >= 0:
+            exact = dense(q[i : i + 1], paged.k[sequence], paged.v[sequence], length - 1, 0.125)
+            assert_near(ours[i : i + 1], exact)
