@@ -22,7 +22,8 @@ class EngineConfig:
     model's own context. ``max_num_seqs`` outputs in one batch; ``max_num_batched_tokens`` tokens in one step.
     ``pipeline_depth`` 1 = plain stepping, 2 = the next step is launched before the last one's tokens are known;
     None = 2 on cuda, and 1 on cpu, where nothing overlaps. ``max_queued_requests`` and ``max_queued_tokens`` bound
-    the waiting queue. ``show_progress`` draws a bar while weights load.
+    the waiting queue. ``show_progress`` draws a bar while weights load. ``random_weights``: a seed for random weights
+    of the shape that config.json describes, for a directory without weights; None = read its safetensors.
     """
 
     model: str
@@ -39,6 +40,7 @@ class EngineConfig:
     max_queued_requests: int = 1024
     max_queued_tokens: int = 4 * 1024 * 1024
     show_progress: bool = False
+    random_weights: int | None = None
 
     def __post_init__(self) -> None:
         for holds, message in self._rules():
@@ -57,6 +59,10 @@ class EngineConfig:
             (
                 self.gpu_memory_utilization is None or 0 < self.gpu_memory_utilization <= 1,
                 f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}",
+            ),
+            (
+                self.random_weights is None or 0 <= self.random_weights < 2**63,
+                f"random_weights must be a seed from 0 to 2^63 - 1, got {self.random_weights}",
             ),
             (self.pipeline_depth in (None, 1, 2), f"pipeline_depth must be 1 or 2, got {self.pipeline_depth}"),
             (

@@ -11,7 +11,8 @@ from engine.errors import ConfigError, InvalidRequest, ModelError
 from engine.limits import Limits
 from engine.model.config import ModelConfig, load_model_config, read_json
 from engine.model.loader import DTYPES, load_weights
-from engine.model.transformer import Transformer, pack_weights
+from engine.model.random_weights import random_weights
+from engine.model.transformer import Transformer, Weights, pack_weights
 from engine.runner import Runner
 from engine.sampling_params import SamplingParams
 
@@ -41,7 +42,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     max_model_len = _max_model_len(config, model_config)
     dtype = _dtype(config, model_config)
     device = _device(config)
-    weights, fingerprint = load_weights(directory, model_config, DTYPES[dtype], device, config.show_progress)
+    weights, fingerprint = _weights(config, model_config, DTYPES[dtype], device)
     bytes_per_token = kv_bytes_per_token(model_config, DTYPES[dtype])
     limits = Limits(
         vocab_size=model_config.vocab_size,
@@ -61,6 +62,15 @@ def load_model(config: EngineConfig) -> LoadedModel:
     return LoadedModel(
         runner, model_config, limits, fingerprint, dtype, eos_token_ids, default_sampling, bytes_per_token
     )
+
+
+def _weights(
+    config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> tuple[Weights, str]:
+    directory, seed = Path(config.model), config.random_weights
+    if seed is not None:
+        return random_weights(directory, model_config, seed, dtype, device, config.show_progress)
+    return load_weights(directory, model_config, dtype, device, config.show_progress)
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:

@@ -111,6 +111,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--max-queued-requests", type=int, default=_DEFAULTS.max_queued_requests, metavar="N", help="that wait")
     add("--max-queued-tokens", type=int, default=_DEFAULTS.max_queued_tokens, metavar="N", help="of prompts that wait")
     add("--pipeline-depth", type=int, choices=(1, 2), help="steps in flight; unset = 2 on cuda, 1 on cpu")
+    add("--random-weights", type=int, metavar="SEED", help="for a directory without weights: make them up")
 
 
 def engine_config(arguments: argparse.Namespace, directory: str) -> EngineConfig:
@@ -130,6 +131,7 @@ def engine_config(arguments: argparse.Namespace, directory: str) -> EngineConfig
         max_queued_requests=arguments.max_queued_requests,
         max_queued_tokens=arguments.max_queued_tokens,
         show_progress=True,
+        random_weights=arguments.random_weights,
     )
 
 
