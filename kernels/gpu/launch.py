@@ -1,0 +1,24 @@
+"""What the launches of the Triton kernels share.
+
+Programmatic dependent launch (PDL): a kernel starts while the one before it still runs. Such a kernel calls
+`gdc_wait` and, right after it, `gdc_launch_dependents` in every program, before any return and before it reads what an
+earlier kernel wrote. What no kernel of the chain writes (weights) it may load before.
+"""
+
+from typing import Any
+
+_PLAIN: dict[str, Any] = {"PDL": False}
+_DEPENDENT: dict[str, Any] = {"PDL": True, "launch_pdl": True}
+
+
+def pdl_options(pdl: bool) -> dict[str, Any]:
+    """Keyword arguments of a launch: the kernel's constexpr ``PDL``, and with ``pdl`` the launch option to go with it.
+
+    The option is left out without ``pdl``: Triton's interpreter does not know it.
+    """
+    return _DEPENDENT if pdl else _PLAIN
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least ``n`` (n >= 1)."""
+    return 1 << (n - 1).bit_length()
