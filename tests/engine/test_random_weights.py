@@ -108,9 +108,9 @@ def test_activations_stay_sane_and_a_greedy_run_is_no_repetition(model: Path, de
     logits, hidden = decoder._model.forward(list(range(50)), None)
     assert 0.5 < float(hidden.std()) < 2
     assert 0.05 < float(logits.std()) < 1
-    texts = [decoder.generate([start, *range(20)], 12) for start in (100, 200)]
-    assert texts[0] != texts[1]
-    assert all(len(set(text)) > 3 for text in texts)
+    texts = [decoder.generate([*range(20), changed, *range(20)], 16) for changed in (100, 200)]
+    assert sum(a == b for a, b in zip(*texts, strict=True)) < 8, "one early token decides what follows"
+    assert all(len(set(text)) > 8 for text in texts)
 
 
 def test_the_engine_runs_them(model: Path, device: str) -> None:
