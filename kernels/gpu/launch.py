@@ -7,15 +7,12 @@ earlier kernel wrote. What no kernel of the chain writes (weights) it may load b
 
 from typing import Any
 
-_PLAIN: dict[str, Any] = {"PDL": False}
-_DEPENDENT: dict[str, Any] = {"PDL": True, "launch_pdl": True}
+_PLAIN: dict[str, Any] = {}
+_DEPENDENT: dict[str, Any] = {"launch_pdl": True}
 
 
 def pdl_options(pdl: bool) -> dict[str, Any]:
-    """Keyword arguments of a launch: the kernel's constexpr ``PDL``, and with ``pdl`` the launch option to go with it.
-
-    The option is left out without ``pdl``: Triton's interpreter does not know it.
-    """
+    """The launch option to go with a kernel's ``PDL=pdl``; none without, because Triton's interpreter has no such option."""
     return _DEPENDENT if pdl else _PLAIN
 
 
