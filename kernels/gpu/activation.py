@@ -26,13 +26,13 @@ def silu_mul(gate_up_T2I: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 @triton.jit
 def _silu_mul_kernel(
-    x_ptr: tl.tensor, out_ptr: tl.tensor, I: tl.tensor, x_stride: tl.tensor, x_step: tl.tensor, BLOCK: tl.constexpr
-) -> None:  # noqa: E741
+    x_ptr: tl.tensor, out_ptr: tl.tensor, width: tl.tensor, x_stride: tl.tensor, x_step: tl.tensor, BLOCK: tl.constexpr
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = i < I
+    mask = i < width
     x_row = x_ptr + row * x_stride
     gate = tl.load(x_row + i * x_step, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(x_row + (i + I) * x_step, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x_row + (i + width) * x_step, mask=mask, other=0.0).to(tl.float32)
     y = gate * tl.sigmoid(gate) * up
-    tl.store(out_ptr + row * I + i, y.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + row * width + i, y.to(out_ptr.dtype.element_ty), mask=mask)
