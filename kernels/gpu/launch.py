@@ -12,7 +12,7 @@ _DEPENDENT: dict[str, Any] = {"launch_pdl": True}
 
 
 def pdl_options(pdl: bool) -> dict[str, Any]:
-    """The launch option that goes with a kernel's ``PDL=pdl``. None without: Triton's interpreter has no such option."""
+    """The launch option that goes with a kernel's ``PDL=pdl``. None without: the interpreter of Triton has none."""
     return _DEPENDENT if pdl else _PLAIN
 
 

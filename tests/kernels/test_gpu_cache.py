@@ -107,8 +107,8 @@ def head_norms(head_dim: int, eps: float, dtype: torch.dtype, device: str) -> He
 
 
 @each_dtype
-@pytest.mark.parametrize("head_dim", [2, 6, 64, 80, 128, 256])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 1), (2, 2), (9, 3)])
+@pytest.mark.parametrize("head_dim", [2, 6, 80, 128, 256])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 1), (9, 3)])
 def test_rope_and_store(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str) -> None:
     qkv = within_nan(random(5, heads + 2 * kv_heads, head_dim, dtype=dtype, device=device))
     check_rope_and_store(qkv, kv_heads, dtype)
