@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from engine.outputs import EngineLoad, RequestSummary
 from protos.picovllm.admin.v1 import admin_pb2 as pb
+from service.front_link import LiveRow
 from service.instance import DrainProgress, State
-from service.live_request import LiveRequest
 from service.load_history import Rates
 from service.messages import duration, timestamp
+from service.peers import Peers
 from service.runtime import Runtime
 from service.version import server_version
 
@@ -22,6 +23,8 @@ _STATES = {
     State.STOPPED: pb.INSTANCE_STATE_STOPPED,
     State.FAILED: pb.INSTANCE_STATE_FAILED,
 }
+
+
 @dataclass(frozen=True, slots=True)
 class Workers:
     """The other processes of the instance, by process id."""
@@ -29,7 +32,7 @@ class Workers:
     engine_pid: int
 
 
-def status_message(runtime: Runtime, workers: Workers) -> pb.Status:
+def status_message(runtime: Runtime, workers: Workers, peers: Peers) -> pb.Status:
     instance, engine = runtime.instance, runtime.engine
     reason = engine.stage if instance.state is State.STARTING else instance.reason
     status = pb.Status(
@@ -39,6 +42,7 @@ def status_message(runtime: Runtime, workers: Workers) -> pb.Status:
         role=pb.ROLE_PREFILL_DECODE,
         workers=[
             pb.Worker(name="front-0", kind=pb.WORKER_KIND_FRONT, pid=os.getpid(), alive=True),
+            *(pb.Worker(name=p.name, kind=pb.WORKER_KIND_FRONT, pid=p.pid, alive=p.alive) for p in peers),
             pb.Worker(name="engine-0", kind=pb.WORKER_KIND_ENGINE, pid=workers.engine_pid, alive=not engine.lost),
         ],
         start_time=timestamp(instance.start_time),
@@ -48,7 +52,7 @@ def status_message(runtime: Runtime, workers: Workers) -> pb.Status:
     if engine.last_step_time is not None:
         status.last_step_time.CopyFrom(timestamp(runtime.wall_time(engine.last_step_time)))
     if instance.drain is not None:
-        status.drain.CopyFrom(_drain_message(instance.drain, len(runtime.registry)))
+        status.drain.CopyFrom(_drain_message(instance.drain, runtime.registry.live_in_instance))
     status.effective_config.update(runtime.options.effective())
     return status
 
@@ -79,10 +83,10 @@ def load_message(load: EngineLoad, rates: Rates) -> pb.GetLoadResponse:
     )
 
 
-def request_message(call: LiveRequest, known: RequestSummary | None) -> pb.RequestInfo:
+def request_message(row: LiveRow, known: RequestSummary | None) -> pb.RequestInfo:
     """``known`` is None for a request that the engine does not have: it is being tokenised, or it just ended."""
     info = pb.RequestInfo(
-        request_id=call.request_id, state=pb.REQUEST_STATE_QUEUED, receive_time=timestamp(call.receive_time)
+        request_id=row.request_id, state=pb.REQUEST_STATE_QUEUED, receive_time=timestamp(row.receive_time)
     )
     if known is not None:
         if known.state == "running":

@@ -15,8 +15,11 @@ from service import admin_messages as messages
 from service.calls import answer
 from service.drain import Drainer
 from service.errors import Reason, ServiceError, field_errors
+from service.front_link import Figures, LiveRow
 from service.log_levels import LogLevels
+from service.metrics import metrics_text
 from service.options import MAX_DRAIN_SECONDS
+from service.peers import Peers
 from service.runtime import Runtime
 from service.validate import duration_seconds, refuse_unknown_fields
 from service.wire import RequestList
@@ -34,11 +37,12 @@ _LEVELS = {
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
-    def __init__(self, runtime: Runtime, drainer: Drainer, workers: messages.Workers) -> None:
+    def __init__(self, runtime: Runtime, drainer: Drainer, peers: Peers, workers: messages.Workers) -> None:
         self._runtime = runtime
         self._drainer = drainer
+        self._peers = peers
         self._workers = workers
-        self._levels = LogLevels(runtime.engine.set_level)
+        self._levels = LogLevels(self._set_level_elsewhere)
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         async def body() -> pb.GetStatusResponse:
@@ -103,24 +107,23 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         async def body() -> pb.ListRequestsResponse:
             known = await self._known_requests()
             by_serial = dict(zip(known.serials, known.requests, strict=True))
-            calls = sorted(self._runtime.registry, key=lambda call: call.arrival)
+            rows = [LiveRow.of(call) for call in self._runtime.registry] + await self._peers.requests()
+            rows.sort(key=lambda row: row.arrival)
             return pb.ListRequestsResponse(
-                requests=[messages.request_message(call, by_serial.get(call.serial or 0)) for call in calls]
+                requests=[messages.request_message(row, by_serial.get(row.serial or 0)) for row in rows]
             )
 
         return await self._answer(request, context, "ListRequests", body)
 
     async def CancelRequests(self, request: pb.CancelRequestsRequest, context: Context) -> pb.CancelRequestsResponse:
         async def body() -> pb.CancelRequestsResponse:
-            response = pb.CancelRequestsResponse()
-            for request_id in self._asked_ids(request):
-                call = self._runtime.registry.find(request_id)
-                if call is None:
-                    response.unknown_ids.append(request_id)
-                    continue
-                call.fail(ServiceError(Reason.ADMIN_CANCELLED, "cancelled by an administrator"))
-                response.cancelled_ids.append(request_id)
-            return response
+            error = ServiceError(Reason.ADMIN_CANCELLED, "cancelled by an administrator")
+            asked, registry = _asked_ids(request), self._runtime.registry
+            here = registry.fail([call.request_id for call in registry] if asked is None else asked, error)
+            found = dict.fromkeys(here + await self._peers.fail(asked, error))
+            return pb.CancelRequestsResponse(
+                cancelled_ids=found, unknown_ids=[each for each in asked or () if each not in found]
+            )
 
         return await self._answer(request, context, "CancelRequests", body)
 
@@ -142,27 +145,27 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         async def body() -> pb.GetMetricsResponse:
             runtime = self._runtime
             load = await self._load() if runtime.engine.model is not None and not runtime.engine.lost else None
+            here = Figures(runtime.metrics, len(asyncio.all_tasks()), runtime.budget.used_bytes)
+            fronts = {"front-0": here} | {peer.name: figures for peer, figures in await self._peers.figures()}
+            tasks = sum(figures.tasks for figures in fronts.values())
+            buffered = sum(figures.buffer_bytes for figures in fronts.values())
             gauges = {
                 "ready": (float(runtime.instance.ready), "Whether the instance is ready for requests."),
-                "event_loop_tasks": (float(len(asyncio.all_tasks())), "Tasks on the front's event loop."),
-                "live_requests": (float(len(runtime.registry)), "Requests accepted and not ended."),
-                "output_buffer_bytes": (float(runtime.budget.used_bytes), "Output that waits for slow readers."),
+                "event_loop_tasks": (float(tasks), "Tasks on the fronts' event loops."),
+                "live_requests": (float(runtime.registry.live_in_instance), "Requests accepted and not ended."),
+                "output_buffer_bytes": (float(buffered), "Output that waits for slow readers."),
             }
-            return pb.GetMetricsResponse(text=runtime.metrics.text(gauges, load))
+            by_front = {name: figures.metrics for name, figures in fronts.items()}
+            return pb.GetMetricsResponse(text=metrics_text(by_front, gauges, load))
 
         return await self._answer(request, context, "GetMetrics", body)
 
     def _status(self) -> pb.Status:
-        return messages.status_message(self._runtime, self._workers)
+        return messages.status_message(self._runtime, self._workers, self._peers)
 
-    def _asked_ids(self, request: pb.CancelRequestsRequest) -> list[str]:
-        kind = request.WhichOneof("target")
-        if kind == "ids" and request.ids.ids:
-            return list(dict.fromkeys(request.ids.ids))
-        if kind == "all" and request.all:
-            return [call.request_id for call in self._runtime.registry]
-        problem = {"ids": ("ids.ids", "must hold at least one id"), "all": ("all", "only true is a value")}
-        raise field_errors([problem.get(kind or "", ("target", "set one of ids and all"))])
+    def _set_level_elsewhere(self, logger: str, level: int) -> None:
+        self._runtime.engine.set_level(logger, level)
+        self._peers.set_level(logger, level)
 
     async def _load(self) -> EngineLoad:
         self._require_model()
@@ -188,6 +191,17 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             return await body()
 
         return await answer(context, method, self._runtime.metrics, checked)
+
+
+def _asked_ids(request: pb.CancelRequestsRequest) -> list[str] | None:
+    """Without repetitions; None = all. Raises `ServiceError`."""
+    kind = request.WhichOneof("target")
+    if kind == "ids" and request.ids.ids:
+        return list(dict.fromkeys(request.ids.ids))
+    if kind == "all" and request.all:
+        return None
+    problem = {"ids": ("ids.ids", "must hold at least one id"), "all": ("all", "only true is a value")}
+    raise field_errors([problem.get(kind or "", ("target", "set one of ids and all"))])
 
 
 def _refuse(found: list[tuple[str, str]]) -> None:

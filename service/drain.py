@@ -8,7 +8,7 @@ last its full time, and stopping closes the listening socket at once.
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from service.errors import Reason, ServiceError
 from service.instance import DrainProgress, Instance, State
@@ -19,22 +19,25 @@ CUT_GRACE = 2.0  # s for handlers to tell their clients that they were cut
 
 
 class Drainer:
-    """``on_drained`` is called once, when a shutdown has drained everything."""
+    """``cut`` fails every live request of the instance and returns how many. ``on_drained`` is called once, when a
+    shutdown has drained everything."""
 
     def __init__(
-        self, instance: Instance, registry: Registry, lame_duck: float, timeout: float, on_drained: Callable[[], None]
+        self, instance: Instance, registry: Registry, lame_duck: float, timeout: float,
+        cut: Callable[[ServiceError], Awaitable[int]], on_drained: Callable[[], None],
     ) -> None:
         self._instance = instance
         self._registry = registry
         self._lame_duck = lame_duck
         self._timeout = timeout
+        self._cut = cut
         self._on_drained = on_drained
         self._task: asyncio.Task[None] | None = None
         self._left = asyncio.Event()
         self._hurry = asyncio.Event()
 
     def requests_changed(self) -> None:
-        """The registry's count has changed."""
+        """The number of live requests has changed, on whatever front."""
         self._left.set()
         if self._instance.drain is not None:
             self._instance.touch()
@@ -42,7 +45,7 @@ class Drainer:
     def drain(self, lame_duck: float | None = None, timeout: float | None = None, reason: str = "") -> None:
         """Raises `ServiceError` when it is draining, starting or ending."""
         self._refuse_when_shutting_down()
-        if self._draining:
+        if self._instance.draining:
             raise ServiceError(Reason.ALREADY_DRAINING, "the instance is draining already")
         self._instance.refuse_unless_accepting()
         self._begin(self._lame_duck if lame_duck is None else lame_duck, timeout, reason, shutdown=False)
@@ -50,11 +53,11 @@ class Drainer:
     def undrain(self) -> None:
         """Raises `ServiceError` when it is not draining or is shutting down."""
         self._refuse_when_shutting_down()
-        if not self._draining:
+        if not self._instance.draining:
             raise ServiceError(Reason.NOT_DRAINING, "the instance is not draining")
         self._stop_task()
         self._instance.drain = None
-        self._instance.move(State.SERVING)
+        self._instance.serve()
 
     def shutdown(self, timeout: float | None = None, *, immediate: bool = False, reason: str = "shutdown") -> None:
         """Drains, then ends. With ``immediate`` also a running one is cut short; else that is a `ServiceError`."""
@@ -63,7 +66,7 @@ class Drainer:
             return
         self._refuse_when_shutting_down()
         starting = self._instance.state is State.STARTING
-        lame_duck = 0.0 if immediate or starting or self._draining else self._lame_duck
+        lame_duck = 0.0 if immediate or starting or self._instance.draining else self._lame_duck
         self._stop_task()
         if immediate:
             self._hurry.set()
@@ -73,10 +76,6 @@ class Drainer:
         """SIGTERM: a shutdown, unless one is on its way."""
         if not self._shutting_down and not self._instance.ended:
             self.shutdown(reason="terminated by a signal")
-
-    @property
-    def _draining(self) -> bool:
-        return self._instance.state in (State.LAME_DUCK, State.DRAINING)
 
     @property
     def _shutting_down(self) -> bool:
@@ -89,7 +88,7 @@ class Drainer:
     def _begin(self, lame_duck: float, timeout: float | None, reason: str, *, shutdown: bool) -> None:
         timeout = self._timeout if timeout is None else timeout
         now = time.time()
-        self._instance.drain = DrainProgress(now, now + lame_duck + timeout, len(self._registry), shutdown)
+        self._instance.drain = DrainProgress(now, now + lame_duck + timeout, self._registry.live_in_instance, shutdown)
         self._instance.move(State.LAME_DUCK if lame_duck > 0 else State.DRAINING, reason)
         log.info("%s: lame duck %.1f s, then at most %.1f s to drain", reason or "drain", lame_duck, timeout)
         self._task = asyncio.get_running_loop().create_task(self._run(lame_duck, timeout, reason))
@@ -105,9 +104,9 @@ class Drainer:
         await self._hurried_within(lame_duck)
         self._instance.move(State.DRAINING, reason)
         await self._empty_within(timeout)
-        if len(self._registry):
+        if self._registry.live_in_instance:
             error = ServiceError(Reason.DRAIN_TIMEOUT, "the server drained and the time for accepted requests is over")
-            progress.requests_cut = self._registry.fail_all(error)
+            progress.requests_cut = await self._cut(error)
             log.warning("cut %d requests at the end of the drain", progress.requests_cut)
             self._hurry.clear()
             await self._empty_within(CUT_GRACE)
@@ -126,7 +125,7 @@ class Drainer:
         """Waits until no request is live, somebody is in a hurry, or the time is over."""
         try:
             async with asyncio.timeout(seconds):
-                while len(self._registry) and not self._hurry.is_set():
+                while self._registry.live_in_instance and not self._hurry.is_set():
                     self._left.clear()
                     waits = [asyncio.ensure_future(event.wait()) for event in (self._left, self._hurry)]
                     try:

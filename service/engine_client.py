@@ -1,4 +1,4 @@
-"""EngineClient: the front's end of the wire. Commands go out at once, updates are handed to their owners."""
+"""EngineClient: a front's end of the wire. Commands go out at once, updates are handed to their owners."""
 
 import asyncio
 import itertools
@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from engine.errors import EngineError, ExceedsKVCapacity, InvalidRequest, Overloaded, PromptTooLong
+from engine.errors import DuplicateRequest, EngineError, ExceedsKVCapacity, InvalidRequest, Overloaded, PromptTooLong
 from engine.outputs import EngineLoad
 from engine.sampling_params import SamplingParams
 from service import wire
@@ -18,7 +18,7 @@ from service.served_model import ServedModel
 log = logging.getLogger(__name__)
 QUERY_TIMEOUT = 5.0
 _REFUSALS: dict[str, type[EngineError]] = {
-    kind.__name__: kind for kind in (InvalidRequest, PromptTooLong, ExceedsKVCapacity, Overloaded)
+    kind.__name__: kind for kind in (InvalidRequest, PromptTooLong, ExceedsKVCapacity, DuplicateRequest, Overloaded)
 }
 
 
@@ -38,11 +38,11 @@ class EngineClient:
     ``steps`` and ``last_step_time`` what it told. ``lost`` once the process is gone.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, front: int = 0) -> None:
         self._socket = sock
         self._writer: asyncio.StreamWriter | None = None
         self._receivers: dict[int, Receiver] = {}
-        self._serials = itertools.count(1)
+        self._serials = itertools.count(wire.first_serial(front))
         self._calls: dict[int, asyncio.Future[wire.Notice]] = {}
         self._call_numbers = itertools.count(1)
         self.model: ServedModel | None = None
@@ -85,16 +85,19 @@ class EngineClient:
         deadline: float,
         queue_deadline: float | None,
         max_duration: float | None,
+        takeover: bool,
     ) -> int:
-        """Starts a request; returns its serial. The engine's own id also carries the request id, for its logs."""
+        """Starts a request; returns its serial. With ``takeover`` one that holds its id, on any front, is cancelled."""
         if not self._receivers:
             self.last_seen = time.monotonic()  # an idle engine is silent
         serial = next(self._serials)
         self._receivers[serial] = receiver
+        if self.lost:
+            asyncio.get_running_loop().call_soon(receiver.on_engine_lost)
         self._send(
             wire.Submit(
                 serial=serial,
-                engine_id=f"{request_id}~{serial}",
+                request_id=request_id,
                 prompt=array("I", prompt).tobytes(),
                 params=params,
                 priority=priority,
@@ -103,6 +106,7 @@ class EngineClient:
                 deadline=deadline,
                 queue_deadline=queue_deadline,
                 max_duration=max_duration,
+                takeover=takeover,
             )
         )
         return serial

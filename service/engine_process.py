@@ -1,6 +1,6 @@
 """The engine process: loads the model, then turns commands into engine calls and steps into records.
 
-One loop, one thread beside it (the outbox). The loop sleeps no longer than to the engine's nearest deadline.
+One loop, one thread beside it per front (its outbox). The loop sleeps no longer than to the engine's nearest deadline.
 """
 
 import logging
@@ -9,18 +9,18 @@ import socket
 import sys
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Protocol
 
 from engine.config import EngineConfig
-from engine.errors import EngineError, ExceedsKVCapacity, InvalidRequest, PromptTooLong
-from engine.outputs import EngineLoad, RequestDone, RequestSummary, StepOutput
+from engine.errors import DuplicateRequest, EngineError, ExceedsKVCapacity, InvalidRequest, PromptTooLong
+from engine.outputs import EngineLoad, Event, RequestDone, RequestSummary, StepOutput
 from engine.sampling_params import SamplingParams
 from service import wire
+from service.engine_fronts import FrontPort, Routes
 from service.log import set_up_logging
-from service.outbox import Outbox
 from service.process import ExitCode, bind_life_to_parent
 from service.served_model import EngineModelInfo, ServedModel
 
@@ -68,14 +68,14 @@ class EngineProcessOptions:
     factory: EngineFactory = real_engine
 
 
-def engine_main(options: EngineProcessOptions, front: socket.socket, supervisor: Connection) -> None:
-    """Entry point of the process. Exit codes: 0 the front left, 2 the model cannot be served, 1 anything else."""
+def engine_main(options: EngineProcessOptions, fronts: Sequence[socket.socket], supervisor: Connection) -> None:
+    """Entry point of the process. Exit codes: 0 the control front left, 2 the model cannot be served, 1 else."""
     bind_life_to_parent()
     set_up_logging(options.log_level, "engine")
     sys.setswitchinterval(SWITCH_INTERVAL)
     try:
         engine = options.factory(options.config)
-        server = EngineServer(engine, front)
+        server = EngineServer(engine, fronts)
         server.warm_up()
     except EngineError as error:
         supervisor.send(str(error))
@@ -84,19 +84,18 @@ def engine_main(options: EngineProcessOptions, front: socket.socket, supervisor:
 
 
 class EngineServer:
-    """Serves one engine to one front."""
+    """Serves one engine to the fronts of an instance. The first socket is the control front's: without it, the end."""
 
-    def __init__(self, engine: EngineLike, front: socket.socket) -> None:
+    def __init__(self, engine: EngineLike, fronts: Sequence[socket.socket]) -> None:
         self._engine = engine
-        self._front = front
-        self._frames = wire.FrameReader()
-        self._serial_of: dict[str, int] = {}
-        self._id_of: dict[int, str] = {}
-        self._outbox = Outbox(front, self._serial_of.get)
+        self._fronts = [FrontPort(index, sock) for index, sock in enumerate(fronts)]
+        self._control = self._fronts[0]
+        self._routes = Routes()
+        self._undecided: list[tuple[FrontPort, wire.Submit]] = []  # their ids are held by others
 
     def warm_up(self) -> None:
         """One small request through the whole engine, before anybody is served."""
-        self._outbox.notify(wire.Loading("warming up"))
+        self._notify_all(wire.Loading("warming up"))
         params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
         self._engine.add(
             "warm-up", [0, 0, 0, 0], params, priority=0, tenant="", arrival=None, deadline=None, queue_deadline=None,
@@ -108,21 +107,33 @@ class EngineServer:
             done = next((event for event in events if isinstance(event, RequestDone)), done)
         if done is None or done.error is not None:
             raise EngineError(f"the warm-up request failed: {done.message if done else 'it never ended'}")
-        self._outbox.notify(wire.Ready(ServedModel.of(self._engine.info)))
+        self._notify_all(wire.Ready(ServedModel.of(self._engine.info)))
 
     def serve(self) -> None:
-        """Runs until the front leaves."""
+        """Runs until the control front leaves."""
         engine = self._engine
         while self._receive(self._wait_time()):
             if engine.has_work() or self._deadline_passed():
-                events = engine.step().events
-                self._outbox.post(events, engine.num_steps, engine.load)
-                for event in events:
-                    if isinstance(event, RequestDone):
-                        self._forget(event.request_id)
-        log.info("the front left; stopping")
-        self._outbox.close()
+                self._post(engine.step().events)
+        log.info("the control front left; stopping")
+        for front in self._fronts:
+            front.outbox.close()
         engine.close()
+
+    def _post(self, events: Sequence[Event]) -> None:
+        """To each front what its requests did. Requests of fronts that are gone have no route any more."""
+        of_front: dict[int, list[tuple[int, Event]]] = {front.index: [] for front in self._fronts}
+        for event in events:
+            if (route := self._routes.of_engine_id(event.request_id)) is not None:
+                of_front[route.front.index].append((route.serial, event))
+                if isinstance(event, RequestDone):
+                    self._routes.remove(event.request_id)
+        for front in self._fronts:
+            front.outbox.post(of_front[front.index], self._engine.num_steps, self._engine.load)
+
+    def _notify_all(self, notice: wire.Notice) -> None:
+        for front in self._fronts:
+            front.outbox.notify(notice)
 
     def _wait_time(self) -> float:
         if self._engine.has_work():
@@ -135,35 +146,62 @@ class EngineServer:
         return deadline is not None and deadline <= time.monotonic()
 
     def _receive(self, timeout: float) -> bool:
-        """Handles every command that is here; waits at most ``timeout`` for the first. False = the front is gone."""
-        while select.select([self._front], [], [], timeout)[0]:
-            try:
-                data = self._front.recv(_RECEIVE_BYTES)
-            except ConnectionResetError:
-                return False
-            if not data:
-                return False
-            for command in self._frames.feed(data):
-                self._handle(command)
+        """Handles every command that is here; waits at most ``timeout`` for the first. False = the end."""
+        while readable := select.select([front.socket for front in self._fronts], [], [], timeout)[0]:
+            for front in [front for front in self._fronts if front.socket in readable]:
+                if not self._read(front):
+                    if front is self._control:
+                        return False
+                    self._lose(front)
             timeout = 0.0
+        self._refuse_duplicates()
         return True
 
-    def _handle(self, command: wire.Command) -> None:
+    def _read(self, front: FrontPort) -> bool:
+        """Some commands of a front; False when it is gone."""
+        try:
+            data = front.socket.recv(_RECEIVE_BYTES)
+        except ConnectionResetError:
+            return False
+        for command in front.frames.feed(data):
+            self._handle(front, command)
+        return bool(data)
+
+    def _lose(self, front: FrontPort) -> None:
+        """A front is gone: nobody waits for its requests any more."""
+        lost = self._routes.of_front(front)
+        self._undecided = [(owner, submit) for owner, submit in self._undecided if owner is not front]
+        self._fronts.remove(front)
+        for route in lost:
+            self._routes.remove(route.engine_id)
+            self._engine.cancel(route.engine_id, "the front process ended")
+        front.abandon()
+        log.log(logging.WARNING if lost else logging.INFO, "front-%d left; %d requests freed", front.index, len(lost))
+
+    def _handle(self, front: FrontPort, command: wire.Command) -> None:
         match command:
             case wire.Submit():
-                self._submit(command)
+                self._submit(front, command)
             case wire.Cancel(serial, message):
-                if (engine_id := self._id_of.get(serial)) is not None:
-                    self._engine.cancel(engine_id, message)
+                self._cancel(serial, message)
             case wire.FinishOutput(serial, index, count):
-                if (engine_id := self._id_of.get(serial)) is not None:
-                    self._engine.finish_output(engine_id, index, count)
+                if (route := self._routes.of_serial(serial)) is not None:
+                    self._engine.finish_output(route.engine_id, index, count)
             case wire.Query():
-                self._answer(command)
+                self._answer(front, command)
             case wire.SetLevel(logger, level):
                 logging.getLogger(logger).setLevel(level)
 
-    def _submit(self, submit: wire.Submit) -> None:
+    def _submit(self, front: FrontPort, submit: wire.Submit) -> None:
+        """A duplicate is refused only when all is read: the cancel of the other may be on its way from its front."""
+        holder = self._routes.holder(submit.request_id)
+        if holder is not None and not submit.takeover:
+            self._undecided.append((front, submit))
+        elif self._add(front, submit) and holder is not None:
+            self._engine.cancel(holder.engine_id, "a retry of this request took over")
+
+    def _add(self, front: FrontPort, submit: wire.Submit) -> bool:
+        """Whether the engine took it; the front is told when not."""
         prompt = array("I")
         prompt.frombytes(submit.prompt)
         try:
@@ -173,23 +211,34 @@ class EngineServer:
                 max_duration=submit.max_duration,
             )
         except EngineError as error:
-            self._outbox.notify(wire.Refused(submit.serial, type(error).__name__, _arguments(error)))
-            return
-        self._serial_of[submit.engine_id] = submit.serial
-        self._id_of[submit.serial] = submit.engine_id
+            front.outbox.notify(wire.Refused(submit.serial, type(error).__name__, _arguments(error)))
+            return False
+        self._routes.add(front, submit)
+        return True
 
-    def _answer(self, query: wire.Query) -> None:
+    def _cancel(self, serial: int, message: str) -> None:
+        self._undecided = [(front, submit) for front, submit in self._undecided if submit.serial != serial]
+        if (route := self._routes.of_serial(serial)) is not None:
+            self._routes.free_id(route)
+            self._engine.cancel(route.engine_id, message)
+
+    def _refuse_duplicates(self) -> None:
+        undecided, self._undecided = self._undecided, []
+        for front, submit in undecided:
+            if self._routes.holder(submit.request_id) is None:
+                self._add(front, submit)
+                continue
+            error = DuplicateRequest(f"request {submit.request_id} is alive")
+            front.outbox.notify(wire.Refused(submit.serial, type(error).__name__, _arguments(error)))
+
+    def _answer(self, front: FrontPort, query: wire.Query) -> None:
         if query.what == "load":
-            self._outbox.notify(wire.LoadReport(query.call, self._engine.load()))
+            front.outbox.notify(wire.LoadReport(query.call, self._engine.load()))
             return
-        known = [r for r in self._engine.list_requests() if r.request_id in self._serial_of]
-        serials = tuple(self._serial_of[request.request_id] for request in known)
-        self._outbox.notify(wire.RequestList(query.call, serials, tuple(known)))
-
-    def _forget(self, engine_id: str) -> None:
-        serial = self._serial_of.pop(engine_id, None)
-        if serial is not None:
-            del self._id_of[serial]
+        routes = [(self._routes.of_engine_id(request.request_id), request) for request in self._engine.list_requests()]
+        known = [(route.serial, request) for route, request in routes if route is not None]
+        serials, requests = tuple(serial for serial, _ in known), tuple(request for _, request in known)
+        front.outbox.notify(wire.RequestList(query.call, serials, requests))
 
 
 def _arguments(error: EngineError) -> tuple[object, ...]:

@@ -99,9 +99,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         request_id = spec.request_id if valid_request_id(spec.request_id) else uuid.uuid4().hex
 
         async def life() -> T:
-            self._runtime.instance.refuse_unless_accepting()
-            call = self._runtime.new_request(request_id, arrival)
-            self._runtime.registry.admit(call, takeover=is_retry(context))
+            call = self._runtime.new_request(request_id, arrival, takeover=is_retry(context))
+            self._runtime.registry.admit(call)
             deadline = deadline_of(context, arrival)
             try:
                 async with asyncio.timeout_at(deadline):

@@ -2,24 +2,27 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
+from service.board import Board
 from service.errors import Reason, ServiceError
 
 
 class State(Enum):
-    STARTING = 1
-    SERVING = 2
-    DEGRADED = 3
-    LAME_DUCK = 4
-    DRAINING = 5
-    STOPPED = 6
-    FAILED = 7
+    STARTING = 0  # what a new board says
+    SERVING = 1
+    DEGRADED = 2
+    LAME_DUCK = 3
+    DRAINING = 4
+    STOPPED = 5
+    FAILED = 6
 
 
 ENDED = (State.STOPPED, State.FAILED)
 _ACCEPTING = (State.SERVING, State.DEGRADED, State.LAME_DUCK)
+_IN_SERVICE = (State.SERVING, State.DEGRADED)
 
 
 @dataclass(slots=True)
@@ -34,30 +37,64 @@ class DrainProgress:
 
 
 class Instance:
-    """``epoch`` counts changes of state, from 1."""
+    """State and readiness are on the board, the same in every front at once. ``epoch`` counts changes of state, from 1.
 
-    def __init__(self) -> None:
-        self.state = State.STARTING
+    The control front moves it; further fronts `follow`. ``on_move`` is called after each move.
+    """
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
         self.reason = "starting the engine process"
         self.epoch = 1
         self.start_time = time.time()
         self.drain: DrainProgress | None = None
+        self.on_move: Callable[[], None] = lambda: None
+        self._stalled = ""
+        self._incomplete = ""
         self._changed = asyncio.Event()
 
     @property
+    def state(self) -> State:
+        return State(self._board.state)
+
+    @property
     def ready(self) -> bool:
-        return self.state is State.SERVING
+        return self._board.ready
 
     @property
     def ended(self) -> bool:
         return self.state in ENDED
 
-    def move(self, state: State, reason: str = "") -> None:
+    @property
+    def draining(self) -> bool:
+        return self.state in (State.LAME_DUCK, State.DRAINING)
+
+    def move(self, state: State, reason: str = "", *, ready: bool = False) -> None:
         """The end is final."""
         if self.ended or (state, reason) == (self.state, self.reason):
             return
         self.epoch += state is not self.state
-        self.state, self.reason = state, reason
+        self._board.set_state(state.value, ready)
+        self.follow(reason)
+        self.on_move()
+
+    def serve(self) -> None:
+        """Moves to what its health allows: a stalled engine is not ready; a part that is missing is only told."""
+        reason = self._stalled or self._incomplete
+        self.move(State.DEGRADED if reason else State.SERVING, reason, ready=not self._stalled)
+
+    def note_health(self, *, stalled: str | None = None, incomplete: str | None = None) -> None:
+        """What is wrong, in words; empty = nothing any more; None = as it was. A stall keeps its first words."""
+        if stalled is not None:
+            self._stalled = stalled and (self._stalled or stalled)
+        if incomplete is not None:
+            self._incomplete = incomplete
+        if self.state in _IN_SERVICE:
+            self.serve()
+
+    def follow(self, reason: str) -> None:
+        """The state on the board has changed, for this reason."""
+        self.reason = reason
         self.touch()
 
     def touch(self) -> None:
@@ -72,10 +109,11 @@ class Instance:
 
     def refuse_unless_accepting(self) -> None:
         """Raises `ServiceError` while no request is accepted."""
-        if self.state in _ACCEPTING:
+        state = self.state
+        if state in _ACCEPTING:
             return
-        if self.state is State.STARTING:
+        if state is State.STARTING:
             raise ServiceError(Reason.STARTING, f"the server is starting: {self.reason}")
-        if self.state is State.FAILED:
+        if state is State.FAILED:
             raise ServiceError(Reason.WORKER_LOST, f"the server is stopping: {self.reason}")
         raise ServiceError(Reason.DRAINING, "the server is draining; send the request to another one")

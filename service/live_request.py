@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
 
 from engine.errors import EngineError
@@ -33,14 +33,17 @@ class LiveRequest:
     """Owned by its handler, which calls `close` in ``finally`` whatever happens.
 
     `fail` may be called by anybody: it frees the engine's request first, then wakes the handler, also out of a
-    blocked write. ``error`` then says why; the first reason stays.
+    blocked write. ``error`` then says why; the first reason stays. ``takeover``: a live one with its id gives way.
     """
 
     def __init__(
-        self, request_id: str, arrival: float, engine: EngineClient, table: TokenTable, budget: OutputBudget
+        self, request_id: str, arrival: float, engine: EngineClient, table: TokenTable, budget: OutputBudget, *,
+        takeover: bool = False, on_started: Callable[["LiveRequest"], None] = lambda call: None,
     ) -> None:
         self.request_id = request_id
         self.arrival = arrival
+        self.takeover = takeover
+        self._on_started = on_started
         self.receive_time = time.time() - (time.monotonic() - arrival)
         self._engine = engine
         self._table = table
@@ -83,6 +86,7 @@ class LiveRequest:
             deadline=deadline,
             queue_deadline=None if wait is None else self.arrival + wait,
             max_duration=generation.max_duration,
+            takeover=self.takeover,
         )
 
     async def changed(self, until: float = float("inf")) -> None:
@@ -180,7 +184,7 @@ class LiveRequest:
 
     def on_update(self, update: Update) -> None:
         if update.started is not None:
-            self.started = update.started
+            self._start(update.started)
         if update.prompt_logprobs is not None:
             self._prompt_blocks.append(update.prompt_logprobs)
         stop_tokens = {event.output_index for event in update.finished if event.stop_token_id is not None}
@@ -214,10 +218,15 @@ class LiveRequest:
                 log.error("request %s: the engine ended it with an output unfinished", self.request_id)
                 self.on_bug()
             self.done = done
-            self.started = self.started or self._never_scheduled(done)
+            if self.started is None:
+                self._start(self._never_scheduled(done))
             return
         reason = Reason.CLIENT_CANCELLED if done.error is FailReason.CANCELLED else Reason(done.error.value)
         self.fail(ServiceError(reason, done.message or f"the request ended: {reason.value}"))
+
+    def _start(self, started: Started) -> None:
+        self.started = started
+        self._on_started(self)
 
     def _never_scheduled(self, done: RequestDone) -> Started:
         """max_duration passed in the queue: the result is empty, but complete."""

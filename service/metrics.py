@@ -1,6 +1,6 @@
 """Metrics in the Prometheus text format, version 0.0.4.
 
-Written by hand: one counter family, three histograms and a few gauges are less code than the glue to a client
+Written by hand: two counter families, three histograms and a few gauges are less code than the glue to a client
 library, and need no further dependency.
 """
 
@@ -26,6 +26,10 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
+    def add(self, other: "Histogram") -> None:
+        self._counts = [ours + theirs for ours, theirs in zip(self._counts, other._counts, strict=True)]
+        self._sum += other._sum
+
     def lines(self, name: str) -> Iterable[str]:
         total = 0
         for bound, count in zip((*map(repr, self._bounds), "+Inf"), self._counts, strict=True):
@@ -36,7 +40,7 @@ class Histogram:
 
 
 class Metrics:
-    """What the front counts. Gauges are passed in when the text is made."""
+    """What one front counts."""
 
     def __init__(self) -> None:
         self._calls: dict[tuple[str, str, str], int] = {}
@@ -63,29 +67,54 @@ class Metrics:
             if value is not None:
                 self._histograms[name][0].observe(value)
 
-    def text(self, gauges: Mapping[str, tuple[float, str]], load: EngineLoad | None) -> str:
-        """``gauges``: name to (value, help)."""
+    def add(self, other: "Metrics") -> None:
+        for key, count in other._calls.items():
+            self._calls[key] = self._calls.get(key, 0) + count
+        self._prompt_tokens += other._prompt_tokens
+        self._completion_tokens += other._completion_tokens
+        for name, (histogram, _) in self._histograms.items():
+            histogram.add(other._histograms[name][0])
+
+    @property
+    def num_calls(self) -> int:
+        return sum(self._calls.values())
+
+    def lines(self) -> list[str]:
         lines: list[str] = []
         _family(lines, "calls_total", "counter", "Calls that ended, by method, status code and reason.")
         for (method, code, reason), count in sorted(self._calls.items()):
             lines.append(f'{_PREFIX}_calls_total{{method="{method}",code="{code}",reason="{reason}"}} {count}')
-        self._scalar(lines, "prompt_tokens_total", "counter", self._prompt_tokens, "Prompt tokens of finished calls.")
-        self._scalar(
+        _scalar(lines, "prompt_tokens_total", "counter", self._prompt_tokens, "Prompt tokens of finished calls.")
+        _scalar(
             lines, "completion_tokens_total", "counter", self._completion_tokens, "Generated tokens of finished calls."
         )
         for name, (histogram, text) in self._histograms.items():
             _family(lines, name, "histogram", text)
             lines.extend(histogram.lines(f"{_PREFIX}_{name}"))
-        for name, (value, text) in gauges.items():
-            self._scalar(lines, name, "gauge", value, text)
-        for name, kind, value, text in _engine_values(load):
-            self._scalar(lines, name, kind, value, text)
-        return "\n".join(lines) + "\n"
+        return lines
 
-    @staticmethod
-    def _scalar(lines: list[str], name: str, kind: str, value: float, text: str) -> None:
-        _family(lines, name, kind, text)
-        lines.append(f"{_PREFIX}_{name} {value!r}")
+
+def metrics_text(
+    by_front: Mapping[str, Metrics], gauges: Mapping[str, tuple[float, str]], load: EngineLoad | None
+) -> str:
+    """What the fronts of an instance counted together. ``gauges``: name to (value, help)."""
+    total = Metrics()
+    for metrics in by_front.values():
+        total.add(metrics)
+    lines = total.lines()
+    _family(lines, "front_calls_total", "counter", "Calls that ended, by front process.")
+    for front, metrics in by_front.items():
+        lines.append(f'{_PREFIX}_front_calls_total{{front="{front}"}} {metrics.num_calls}')
+    for name, (value, text) in gauges.items():
+        _scalar(lines, name, "gauge", value, text)
+    for name, kind, value, text in _engine_values(load):
+        _scalar(lines, name, kind, value, text)
+    return "\n".join(lines) + "\n"
+
+
+def _scalar(lines: list[str], name: str, kind: str, value: float, text: str) -> None:
+    _family(lines, name, kind, text)
+    lines.append(f"{_PREFIX}_{name} {value!r}")
 
 
 def _family(lines: list[str], name: str, kind: str, text: str) -> None:

@@ -10,6 +10,7 @@ from service.log import LEVELS
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 MAX_DRAIN_SECONDS = 24 * 3600.0  # for lame duck and drain each; no request lives nearly as long
+MAX_FRONT_PROCESSES = 64
 _DEFAULTS = EngineConfig(model="")
 
 
@@ -25,6 +26,7 @@ class ServeOptions:
     lame_duck: float = 5.0
     drain_timeout: float = 60.0
     slow_consumer_timeout: float = 30.0
+    front_processes: int = 1
     log_level: str = "info"
     insecure: bool = False
     ready_file: str | None = None
@@ -40,6 +42,13 @@ class ServeOptions:
                 raise ConfigError(f"{option} must be 0 or more seconds, at most {MAX_DRAIN_SECONDS:.0f}, got {value}")
         if not 0 < self.slow_consumer_timeout < float("inf"):
             raise ConfigError(f"--slow-consumer-timeout must be above 0 seconds, got {self.slow_consumer_timeout}")
+        if not 1 <= self.front_processes <= MAX_FRONT_PROCESSES:
+            raise ConfigError(f"--front-processes must be 1 to {MAX_FRONT_PROCESSES}, got {self.front_processes}")
+        if self.front_processes > 1 and self.listen.startswith("unix:"):
+            raise ConfigError(
+                f"--front-processes {self.front_processes}: only one process can listen on a unix socket; "
+                f"give --listen a HOST:PORT instead of {self.listen}"
+            )
         if self.ready_file is not None and not Path(self.ready_file).absolute().parent.is_dir():
             raise ConfigError(f"--ready-file {self.ready_file}: there is no such directory")
         if self.ready_file is not None and Path(self.ready_file).is_dir():
@@ -91,6 +100,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--lame-duck", type=float, default=5.0, metavar="SECONDS", help="not ready but accepting, before draining")
     add("--drain-timeout", type=float, default=60.0, metavar="SECONDS", help="for accepted requests while draining")
     add("--slow-consumer-timeout", type=float, default=30.0, metavar="SECONDS", help="for one write")
+    add("--front-processes", type=int, default=1, metavar="N", help="that share the port of --listen")
     add("--log-level", choices=LEVELS, default="info", help="of all processes")
     add("--ready-file", metavar="PATH", help="written, as JSON with the addresses, once the server is ready")
     _add_engine_options(parser)
@@ -149,6 +159,7 @@ def serve_options(arguments: argparse.Namespace, directory: str) -> ServeOptions
         lame_duck=arguments.lame_duck,
         drain_timeout=arguments.drain_timeout,
         slow_consumer_timeout=arguments.slow_consumer_timeout,
+        front_processes=arguments.front_processes,
         log_level=arguments.log_level,
         insecure=arguments.insecure,
         ready_file=arguments.ready_file,

@@ -1,7 +1,7 @@
-"""Outbox: the engine loop drops what each step said here; a thread sends it to the front, merged per request.
+"""Outbox: the engine loop drops what a step said to one front here; a thread sends it, merged per request.
 
 `post` never blocks on the socket. While the front does not read, records merge: what is kept is bounded by the
-tokens of live requests, since the front cannot submit new ones either.
+tokens of its live requests, since it cannot submit new ones either.
 """
 
 import logging
@@ -19,14 +19,13 @@ REPORT_INTERVAL = 1.0
 
 
 class Outbox:
-    """One writer thread for one socket. ``serial_of`` maps the engine's request id to a serial, None = not ours.
+    """One writer thread for one socket.
 
     The thread ends when the peer is gone or after `close`, which first sends what is left.
     """
 
-    def __init__(self, sock: socket.socket, serial_of: Callable[[str], int | None]) -> None:
+    def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        self._serial_of = serial_of
         self._changed = threading.Condition()
         self._updates: dict[int, Update] = {}
         self._notices: list[Notice] = []
@@ -37,13 +36,16 @@ class Outbox:
         self._thread = threading.Thread(target=self._write, name="outbox", daemon=True)
         self._thread.start()
 
-    def post(self, events: Iterable[Event], steps: int, read_load: Callable[[], EngineLoad]) -> None:
-        """The events of one step. Also reports the load about once a second, so that a step without events is seen."""
+    def post(self, events: Iterable[tuple[int, Event]], steps: int, read_load: Callable[[], EngineLoad]) -> None:
+        """The events of one step, each with the serial of its request.
+
+        Also reports the load about once a second, so that a step without events is seen.
+        """
         now = time.monotonic()
         load = read_load() if now >= self._report_due else None
         with self._changed:
-            for event in events:
-                self._merge(event)
+            for serial, event in events:
+                self._merge(serial, event)
             self._steps, self._step_time = steps, now
             if load is not None:
                 self._load, self._report_due = load, now + REPORT_INTERVAL
@@ -62,10 +64,7 @@ class Outbox:
             self._changed.notify()
         self._thread.join(timeout)
 
-    def _merge(self, event: Event) -> None:
-        serial = self._serial_of(event.request_id)
-        if serial is None:
-            return
+    def _merge(self, serial: int, event: Event) -> None:
         update = self._updates.get(serial)
         if update is None:
             update = self._updates[serial] = Update(serial)

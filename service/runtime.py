@@ -9,7 +9,7 @@ from typing import ParamSpec, TypeVar
 
 from service.engine_client import EngineClient
 from service.errors import Reason, ServiceError
-from service.instance import Instance, State
+from service.instance import Instance
 from service.live_request import LiveRequest
 from service.load_history import LoadHistory
 from service.metrics import Metrics
@@ -39,6 +39,7 @@ class Runtime:
         default_factory=lambda: ThreadPoolExecutor(_SLOW_THREADS, thread_name_prefix="prepare")
     )
 
+    idle_time: float = field(default_factory=time.monotonic)  # when the instance was last seen without requests
     wall_offset: float = field(default_factory=lambda: time.time() - time.monotonic())
 
     def wall_time(self, monotonic: float) -> float:
@@ -53,18 +54,22 @@ class Runtime:
             raise ServiceError(Reason.STARTING, "the model is being loaded")
         return self.engine.model
 
-    def new_request(self, request_id: str, arrival: float) -> LiveRequest:
-        return LiveRequest(request_id, arrival, self.engine, self.tokenizer.table, self.budget)
+    def new_request(self, request_id: str, arrival: float, *, takeover: bool = False) -> LiveRequest:
+        return LiveRequest(
+            request_id, arrival, self.engine, self.tokenizer.table, self.budget,
+            takeover=takeover, on_started=self.registry.left_queue,
+        )
 
     async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Runs what would hold up the event loop: health must answer meanwhile."""
         return await asyncio.get_running_loop().run_in_executor(self.threads, lambda: function(*args, **kwargs))
 
-    def check_progress(self) -> None:
-        """Marks the instance degraded while requests exist but the engine is silent. Called about once a second."""
-        silent = time.monotonic() - self.engine.last_seen
-        stalled = self.engine.busy and silent > STALL_SECONDS
-        if stalled and self.instance.state is State.SERVING:
-            self.instance.move(State.DEGRADED, f"no engine step for {silent:.0f} s although requests are live")
-        elif not stalled and self.instance.state is State.DEGRADED:
-            self.instance.move(State.SERVING)
+    def check_progress(self, busy: bool) -> None:
+        """Marks the instance degraded while it is ``busy`` but the engine is silent. Called about once a second."""
+        now = time.monotonic()
+        if not busy:
+            self.idle_time = now  # an idle engine is silent
+        silent = now - max(self.engine.last_seen, self.idle_time)
+        stalled = silent > STALL_SECONDS
+        text = f"no engine step for {silent:.0f} s although requests are live" if stalled else ""
+        self.instance.note_health(stalled=text)

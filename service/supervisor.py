@@ -1,7 +1,8 @@
-"""The supervisor: spawns engine and front, watches them, owns the signals and the exit code. No gRPC, no torch.
+"""The supervisor: spawns engine and fronts, watches them, owns the signals and the exit code. No gRPC, no torch.
 
-SIGTERM, SIGINT or SIGHUP once: the front drains and ends, then the engine. A second one: at once. The children ignore
-these signals, so that one sent to the whole process group works, and die with the supervisor.
+SIGTERM, SIGINT or SIGHUP once: the control front drains and ends all fronts, then the engine ends. A second one: at
+once. The children ignore these signals, so that one sent to the whole process group works, and die with the supervisor.
+The instance ends with its engine or its control front; without a further front it goes on.
 """
 
 import json
@@ -18,8 +19,9 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
 
+from service.board import Board
 from service.engine_process import EngineProcessOptions, engine_main
-from service.front_ready import FrontDraining, FrontProcessOptions, FrontReady
+from service.front_ready import FrontDraining, FrontProcessOptions, FrontReady, FrontWiring
 from service.options import ServeOptions
 from service.process import ExitCode
 
@@ -32,12 +34,12 @@ _SPIN_COUNT = "3000"
 _ONE_SIGNAL = 0.2  # s: what comes sooner after the first is the same one, sent to us and to our group
 
 
-def _front_main(options: FrontProcessOptions, engine: socket.socket, supervisor: Connection) -> None:
+def _front_main(options: FrontProcessOptions, wiring: FrontWiring, supervisor: Connection) -> None:
     """Imports gRPC in the child only, and after the spawn; its own lines on stderr only if somebody asks for them."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from service.front import front_main
 
-    front_main(options, engine, supervisor)
+    front_main(options, wiring, supervisor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,8 @@ class Supervisor:
         self._options = options
         self._engine_options = engine
         self._context: SpawnContext = multiprocessing.get_context("spawn")
-        self._children: list[_Child] = []
+        self._children: list[_Child] = []  # all that were started: the engine, the further fronts, the control front
+        self._further: list[_Child] = []  # those that still run
         self._signals_seen = 0
         self._first_signal_at: float | None = None
         self._kill_at = float("inf")
@@ -69,11 +72,8 @@ class Supervisor:
             signal.signal(number, _noted)
         _shorten_openmp_spin()
         try:
-            front_end, engine_end = socket.socketpair()
-            engine = self._start("engine", engine_main, self._engine_options, engine_end)
-            front_options = FrontProcessOptions(self._options, engine.process.pid or 0)
-            front = self._start("front", _front_main, front_options, front_end)
-            return self._watch(engine, front, wake)
+            self._start_all()
+            return self._watch(wake)
         finally:
             self._end_children()
             signal.set_wakeup_fd(-1)
@@ -81,30 +81,58 @@ class Supervisor:
             wake_end.close()
             self._remove_ready_file()
 
-    def _start(self, name: str, target: Callable[..., None], options: object, peer: socket.socket) -> _Child:
-        """Our copies of what the child inherits are closed: an end of file then means that the other side is gone."""
+    def _start_all(self) -> None:
+        """The engine first, the control front last: it gets the others' process ids."""
+        count = self._options.front_processes
+        board = Board(count)
+        to_engine = [socket.socketpair() for _ in range(count)]
+        links = [socket.socketpair() for _ in range(count - 1)]
+        try:
+            self._engine = self._start("engine", engine_main, self._engine_options, [end for _, end in to_engine])
+            engine_pid = self._engine.process.pid or 0
+            for index, (_, link) in enumerate(links, start=1):
+                wiring = FrontWiring(to_engine[index][0], (link,), board)
+                options = FrontProcessOptions(self._options, index, engine_pid)
+                self._further.append(self._start(options.name, _front_main, options, wiring))
+            pids = tuple(child.process.pid or 0 for child in self._further)
+            wiring = FrontWiring(to_engine[0][0], tuple(link for link, _ in links), board)
+            options = FrontProcessOptions(self._options, 0, engine_pid, pids)
+            self._front = self._start(options.name, _front_main, options, wiring)
+        finally:  # an end of file then means that the other side is gone
+            for pair in (*to_engine, *links):
+                for end in pair:
+                    end.close()
+            board.close()
+
+    def _start(self, name: str, target: Callable[..., None], options: object, inherited: object) -> _Child:
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=target, args=(options, peer, theirs), name=f"picovllm-{name}")
+        process = self._context.Process(target=target, args=(options, inherited, theirs), name=f"picovllm-{name}")
         process.start()
-        peer.close()
         theirs.close()
         child = _Child(process, ours)
         self._children.append(child)
         return child
 
-    def _watch(self, engine: _Child, front: _Child, wake: socket.socket) -> ExitCode:
-        """Until one child has ended; the exit code follows from which and how."""
-        pipes = [engine.pipe, front.pipe]
+    def _watch(self, wake: socket.socket) -> ExitCode:
+        """Until engine or control front has ended; the exit code follows from which and how."""
+        pipes = [child.pipe for child in self._children]
         while True:
             timeout = None if self._kill_at == float("inf") else max(self._kill_at - time.monotonic(), 0.0)
-            ready = wait([wake, engine.process.sentinel, front.process.sentinel, *pipes], timeout)
+            ends = [child.process.sentinel for child in (self._engine, self._front, *self._further)]
+            ready = wait([wake, *ends, *pipes], timeout)
             pipes = [pipe for pipe in pipes if pipe not in ready or self._read(pipe)]
             if wake in ready:
-                self._on_signals(wake, front)
-            if front.process.sentinel in ready or engine.process.sentinel in ready:
-                return self._ended(engine, front)
+                self._on_signals(wake, self._front)
+            if self._front.process.sentinel in ready or self._engine.process.sentinel in ready:
+                return self._ended()
+            for child in [child for child in self._further if child.process.sentinel in ready]:
+                self._further.remove(child)
+                if not self._announced:
+                    return self._ended()
+                self._lost(child)
             if time.monotonic() >= self._kill_at:
-                log.error("the front did not end in time; killing it")
+                log.error("the control front did not end in time; killing it")
+                self._front.process.kill()
                 return ExitCode.FAILED
 
     def _read(self, pipe: Connection) -> bool:
@@ -140,19 +168,27 @@ class Supervisor:
             except OSError:
                 log.info("the front is gone already")
 
-    def _ended(self, engine: _Child, front: _Child) -> ExitCode:
-        """One of them has ended. The front then notices and tells its clients: it gets the time for that."""
-        front.process.join(_CHILD_EXIT_WAIT)
-        if front.process.exitcode != ExitCode.OK:
-            engine.process.join(_CHILD_EXIT_WAIT if front.process.exitcode == ExitCode.FAILED else 0)
-        self._drain_messages(front.pipe)
-        self._drain_messages(engine.pipe)
-        codes = front.process.exitcode, engine.process.exitcode
+    def _lost(self, child: _Child) -> None:
+        """A further front has ended, while serving or because all do."""
+        child.process.join()
+        code = child.process.exitcode
+        if code != ExitCode.OK:
+            log.error("%s ended with code %s; the instance goes on without it", child.process.name, code)
+
+    def _ended(self) -> ExitCode:
+        """The instance is over. The fronts notice and tell their clients: they get the time for that."""
+        engine, front = self._engine.process, self._front.process
+        front.join(_CHILD_EXIT_WAIT)
+        if front.exitcode != ExitCode.OK:
+            engine.join(_CHILD_EXIT_WAIT if front.exitcode == ExitCode.FAILED else 0)
+        for child in self._children:
+            self._drain_messages(child.pipe)
+        codes = [child.process.exitcode for child in self._children]
         if ExitCode.UNUSABLE in codes:
             return ExitCode.UNUSABLE
-        if front.process.exitcode == ExitCode.OK:
+        if front.exitcode == ExitCode.OK:
             return ExitCode.OK
-        log.error("the front ended with code %s, the engine with code %s", *codes)
+        log.error("the control front ended with code %s, the engine with code %s", front.exitcode, engine.exitcode)
         return ExitCode.FAILED
 
     def _drain_messages(self, pipe: Connection) -> None:
@@ -187,11 +223,11 @@ class Supervisor:
             Path(self._options.ready_file).unlink(missing_ok=True)
 
     def _end_children(self) -> None:
-        """Front first; then a running engine ends by itself. One that is loading, or does not end, is killed."""
+        """Fronts first; then a running engine ends by itself. One that is loading, or does not end, is killed."""
+        end = time.monotonic() + _CHILD_EXIT_WAIT
         for child in reversed(self._children):
-            is_engine = child is self._children[0]
-            if is_engine and self._announced:
-                child.process.join(_CHILD_EXIT_WAIT)
+            if self._announced and child is not self._front:
+                child.process.join(max(end - time.monotonic(), 0.0))
             if child.process.is_alive():
                 child.process.kill()
             child.process.join()

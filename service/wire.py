@@ -1,10 +1,10 @@
-"""The messages between the front and the engine process, and their framing on a stream socket.
+"""The messages between a front and the engine process, and their framing on a stream socket.
 
-Front to engine: one pickled command per frame. Engine to front: one `Record` per step for the whole batch: sampled
+Front to engine: one pickled command per frame. Engine to front: one `Record` per step for all of its requests: sampled
 tokens as packed rows of two unsigned 64-bit integers, everything rare (starts, ends, logprobs) as pickled side data.
 Both ends are our own processes on an inherited socket, so pickle is safe here. No protobuf in this module.
 
-A request is known by its serial: a number the front never uses twice.
+A request is known by its serial: a number that is used once in the life of an instance, see `first_serial`.
 """
 
 import pickle
@@ -23,6 +23,12 @@ _FRAME = struct.Struct("<II")  # bytes of packed rows, bytes of side data
 HEADER_BYTES = _FRAME.size
 _OUTPUT_SHIFT = 32
 _TOKEN_MASK = (1 << _OUTPUT_SHIFT) - 1
+_FRONT_SHIFT = 48
+
+
+def first_serial(front: int) -> int:
+    """Of the serials of a front; it counts on from there. No two fronts of an instance share any."""
+    return (front << _FRONT_SHIFT) + 1
 
 
 # ---- front to engine
@@ -30,10 +36,13 @@ _TOKEN_MASK = (1 << _OUTPUT_SHIFT) - 1
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Times are monotonic seconds; ``prompt`` is packed unsigned 32-bit ids."""
+    """Times are monotonic seconds; ``prompt`` is packed unsigned 32-bit ids.
+
+    ``takeover``: a live request with this id, also of another front, is cancelled for it; else it is a duplicate.
+    """
 
     serial: int
-    engine_id: str
+    request_id: str
     prompt: bytes
     params: SamplingParams
     priority: int
@@ -42,6 +51,12 @@ class Submit:
     deadline: float | None
     queue_deadline: float | None
     max_duration: float | None
+    takeover: bool = False
+
+    @property
+    def engine_id(self) -> str:
+        """The engine's own name for it; it also carries the request id, for logs."""
+        return f"{self.request_id}~{self.serial}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ def test_everything_else_survives_packing() -> None:
 @given(st.lists(st.integers(1, 40), max_size=60))
 def test_commands_come_out_of_any_stream_of_pieces(sizes: list[int]) -> None:
     commands: list[wire.Command] = [
-        wire.Submit(1, "a~1", array("I", range(50)).tobytes(), SamplingParams(), 0, "", 0.0, None, None, None),
+        wire.Submit(1, "a", array("I", range(50)).tobytes(), SamplingParams(), 0, "", 0.0, None, None, None),
         wire.Cancel(1, "why"), wire.FinishOutput(1, 2, 3), wire.Query(4, "load"), wire.SetLevel("", 10),
     ]
     data = b"".join(map(wire.pack_command, commands))
@@ -92,10 +92,11 @@ def test_commands_come_out_of_any_stream_of_pieces(sizes: list[int]) -> None:
 
 def test_the_outbox_keeps_the_order_of_each_request() -> None:
     ours, theirs = socket.socketpair()
-    outbox = Outbox(ours, {"a~1": 1, "b~2": 2}.get)
-    outbox.post([Started("a~1", 0.0, 3, 0, 1, 2), TokenOutput("a~1", 0, 5, LOGPROB)], 1, lambda: LOAD)
-    outbox.post([TokenOutput("b~2", 1, 6, None), TokenOutput("a~1", 0, 7, LOGPROB), DONE], 2, lambda: LOAD)
-    outbox.post([TokenOutput("warm-up", 0, 6, None)], 3, lambda: LOAD)
+    outbox = Outbox(ours)
+    outbox.post([(1, Started("a~1", 0.0, 3, 0, 1, 2)), (1, TokenOutput("a~1", 0, 5, LOGPROB))], 1, lambda: LOAD)
+    outbox.post(
+        [(2, TokenOutput("b~2", 1, 6, None)), (1, TokenOutput("a~1", 0, 7, LOGPROB)), (1, DONE)], 2, lambda: LOAD
+    )
     outbox.notify(wire.Loading("later"))
     outbox.close()
     theirs.settimeout(5)
@@ -119,10 +120,10 @@ def test_the_outbox_keeps_the_order_of_each_request() -> None:
 def test_the_outbox_never_blocks_and_merges_for_a_front_that_lags() -> None:
     ours, theirs = socket.socketpair()
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    outbox = Outbox(ours, lambda request_id: int(request_id))
+    outbox = Outbox(ours)
     slowest = 0.0
     for step in range(20_000):
-        events: list[Event] = [TokenOutput(str(request), 0, step, None) for request in range(8)]
+        events: list[tuple[int, Event]] = [(request, TokenOutput("a", 0, step, None)) for request in range(8)]
         begin = time.perf_counter()
         outbox.post(events, step, lambda: LOAD)
         slowest = max(slowest, time.perf_counter() - begin)
@@ -144,9 +145,9 @@ def test_the_outbox_never_blocks_and_merges_for_a_front_that_lags() -> None:
 
 def test_the_outbox_ends_when_the_front_is_gone() -> None:
     ours, theirs = socket.socketpair()
-    outbox = Outbox(ours, lambda request_id: 1)
+    outbox = Outbox(ours)
     theirs.close()
-    outbox.post([TokenOutput("1", 0, 5, None)], 1, lambda: LOAD)
+    outbox.post([(1, TokenOutput("1", 0, 5, None))], 1, lambda: LOAD)
     begin = time.monotonic()
     outbox.close()
     assert time.monotonic() - begin < 1
