@@ -1,11 +1,12 @@
 """transformers over the very weights of the engine: the peer of a benchmark and the oracle of its logits."""
 
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
 
 from engine.model.config import ModelConfig, load_model_config
 from engine.model.transformer import LayerWeights, Weights
@@ -65,3 +66,58 @@ def _layer_tensors(config: ModelConfig, layer: LayerWeights) -> dict[str, Tensor
         if bias is not None:
             tensors |= {f"{block}.{n}.bias": part for n, part in zip(names, bias.split(sizes), strict=True)}
     return tensors
+
+
+class PeerDecoder:
+    """Greedy decoding of a batch by transformers, without the overhead of `generate`.
+
+    With ``capacity`` a static KV cache of so many tokens and ``torch.compile(mode="reduce-overhead")``, which replays
+    CUDA graphs; without, eager with the dynamic cache.
+    """
+
+    def __init__(self, model: Any, capacity: int | None = None) -> None:
+        self._model = model
+        self._call = model if capacity is None else torch.compile(model, mode="reduce-overhead")
+        self._static: Any = capacity and StaticCache(config=model.config, max_cache_len=capacity)
+
+    @torch.inference_mode()
+    def begin(self, prompts: list[list[int]]) -> None:
+        """Compute the prompts, all of one length, and their first tokens."""
+        device = self._model.device
+        if self._static is None:
+            self._cache = DynamicCache(config=self._model.config)
+        else:
+            self._cache = self._static
+            self._cache.reset()
+        token_ids = torch.tensor(prompts, device=device)
+        out = self._model(token_ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        self._token = out.logits[:, -1:].argmax(-1)
+        self._position = torch.full((len(prompts), 1), len(prompts[0]), device=device)
+
+    @torch.inference_mode()
+    def steps(self, count: int) -> float:
+        """Seconds of ``count`` steps, the last one's tokens on the host."""
+        start = time.perf_counter()
+        for _ in range(count):
+            if self._static is not None:
+                torch.compiler.cudagraph_mark_step_begin()
+            out = self._call(self._token, position_ids=self._position, past_key_values=self._cache, use_cache=True)
+            self._token = out.logits[:, -1:].argmax(-1)
+            self._position += 1
+        self._token.tolist()
+        return time.perf_counter() - start
+
+    @property
+    def tokens(self) -> list[int]:
+        """The newest token of every row."""
+        ids: list[int] = self._token[:, 0].tolist()
+        return ids
+
+
+@torch.inference_mode()
+def first_token_seconds(model: Any, prompts: list[list[int]]) -> float:
+    """Seconds from prompts of one length to their first tokens on the host."""
+    start = time.perf_counter()
+    token_ids = torch.tensor(prompts, device=model.device)
+    model(token_ids, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1).tolist()
+    return time.perf_counter() - start

@@ -2,11 +2,12 @@
 
     python -m scripts.make_shape_model --shape qwen2.5-1.5b --output models/qwen2.5-1.5b
 
-Writes config.json, generation_config.json and the default model's tokenizer. Its ids are fewer than those of most
-vocabularies; an id that it does not know adds nothing to a text.
+Writes config.json, generation_config.json and the default model's tokenizer, filled up with made-up words to the size
+of the vocabulary: any id adds something to a text, as it does with the shape's own tokenizer.
 """
 
 import argparse
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -86,6 +87,18 @@ def write_shape(directory: Path, shape: str, **overrides: Any) -> Path:
     return directory
 
 
+def write_tokenizer(directory: Path, vocab_size: int) -> None:
+    """The donor's files; the ids it lacks are words like " w50000", which no text is encoded to."""
+    for name in TOKENIZER_FILES:
+        shutil.copyfile(DONOR / name, directory / name)
+    path = directory / "tokenizer.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    vocabulary = content["model"]["vocab"]
+    space = "\u0120"  # as the tokenizer writes it
+    vocabulary.update({f"{space}w{token_id}": token_id for token_id in range(len(vocabulary), vocab_size)})
+    path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--shape", required=True, choices=sorted(SHAPES))
@@ -97,8 +110,7 @@ def main() -> int:
         raise SystemExit(f"{DONOR} is missing: run `make models`, or scripts.fetch_model first")
     with new_directory(args.output) as draft:
         write_shape(draft, args.shape)
-        for name in TOKENIZER_FILES:
-            shutil.copyfile(DONOR / name, draft / name)
+        write_tokenizer(draft, SHAPES[args.shape]["vocab_size"])
     print(f"{args.shape}: {args.output}")
     return 0
 
