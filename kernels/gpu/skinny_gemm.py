@@ -1,0 +1,143 @@
+"""Matrix products of 2 to 64 tokens: the weights are the large operand, tokens are padded to 16, 32 or 64 columns.
+
+A product this narrow is a stream of weights. So that all multiprocessors read, the inner dimension is split where
+there are few rows; the float32 partial sums [S, M, O] are added by the kernel that needs them anyway
+(`rope_and_store`, `add_rmsnorm`), always in the order s = 0 .. S-1. PDL as in `kernels.gpu.gemv`.
+"""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.gpu.launch import pdl_options
+
+MAX_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class SkinnyTile:
+    """``rows`` of the weight per program, ``k`` columns a stage, ``splits`` of the inner dimension, ``stages``."""
+
+    rows: int
+    k: int
+    splits: int
+    stages: int
+    warps: int = 4
+
+
+def skinny_gemm(
+    a_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, out_SMO: Tensor, tile: SkinnyTile, *, pdl: bool = False
+) -> None:
+    """Partial sums of ``a @ weight.T + bias``: ``out[s]`` is the product over the s-th part of I.
+
+    The bias is in ``out[0]``. ``out`` has its own dtype.
+    """
+    (M, I), O = a_MI.shape, weight_OI.shape[0]  # noqa: E741
+    assert out_SMO.shape == (tile.splits, M, O)
+    _skinny_gemm[(triton.cdiv(O, tile.rows), tile.splits)](
+        a_MI, weight_OI, bias_O, out_SMO, M, O, a_MI.stride(0), weight_OI.stride(0), out_SMO.stride(0), out_SMO.stride(1),
+        I=I, SPAN=_span(I, tile), BK=tile.k, ROWS=tile.rows, TOKENS=padded_tokens(M), HAS_BIAS=bias_O is not None,
+        PDL=pdl, num_warps=tile.warps, num_stages=tile.stages, **pdl_options(pdl),
+    )  # fmt: skip
+
+
+def skinny_gate_up_silu(
+    a_MH: Tensor,
+    gate_up_2IH: Tensor,
+    bias_2I: Tensor | None,
+    out_MI: Tensor,
+    tile: SkinnyTile,
+    *,
+    pdl: bool = False,
+) -> None:
+    """``silu(a @ gate.T + bias) * (a @ up.T + bias)``; ``tile.rows`` rows of each per program, no splits."""
+    (M, H), I = a_MH.shape, out_MI.shape[1]  # noqa: E741
+    assert tile.splits == 1
+    _skinny_gate_up_silu[(triton.cdiv(I, tile.rows),)](
+        a_MH, gate_up_2IH, bias_2I, out_MI, M, I, a_MH.stride(0), gate_up_2IH.stride(0), out_MI.stride(0),
+        H=H, BK=tile.k, ROWS=tile.rows, TOKENS=padded_tokens(M), HAS_BIAS=bias_2I is not None,
+        PDL=pdl, num_warps=tile.warps, num_stages=tile.stages, **pdl_options(pdl),
+    )  # fmt: skip
+
+
+def padded_tokens(tokens: int) -> int:
+    """Columns of the product: `tl.dot` wants at least 16, and a power of two."""
+    return max(16, triton.next_power_of_2(tokens))
+
+
+def _span(inner: int, tile: SkinnyTile) -> int:
+    """Columns of one split, a multiple of ``tile.k``."""
+    return triton.cdiv(triton.cdiv(inner, tile.splits), tile.k) * tile.k
+
+
+@triton.jit
+def _skinny_gemm(
+    a, w, bias, out, num_tokens, num_rows, stride_a, stride_w, stride_os, stride_om,
+    I: tl.constexpr, SPAN: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    s = tl.program_id(1)
+    m, k = tl.arange(0, TOKENS), s * SPAN + tl.arange(0, BK)
+    r_ok, m_ok = r < num_rows, m < num_tokens
+    w_rows = w + r.to(tl.int64)[:, None] * stride_w
+    a_columns = a + m.to(tl.int64)[None, :] * stride_a
+    wt = tl.load(w_rows + k[None, :], mask=r_ok[:, None] & (k < I)[None, :], other=0.0, eviction_policy="evict_first")
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    at = tl.load(a_columns + k[:, None], mask=(k < I)[:, None] & m_ok[None, :], other=0.0)
+    acc = tl.dot(wt, at, input_precision="ieee")
+    for k0 in range(BK, SPAN, BK):
+        kk = k + k0
+        ok = kk < I
+        wt = tl.load(w_rows + kk[None, :], mask=r_ok[:, None] & ok[None, :], other=0.0, eviction_policy="evict_first")
+        at = tl.load(a_columns + kk[:, None], mask=ok[:, None] & m_ok[None, :], other=0.0)
+        acc = tl.dot(wt, at, acc, input_precision="ieee")
+    if HAS_BIAS:
+        if s == 0:
+            acc += tl.load(bias + r, mask=r_ok, other=0.0).to(tl.float32)[:, None]
+    o = out + s.to(tl.int64) * stride_os + m.to(tl.int64)[None, :] * stride_om + r[:, None]
+    tl.store(o, acc.to(out.dtype.element_ty), mask=r_ok[:, None] & m_ok[None, :])
+
+
+@triton.jit
+def _skinny_gate_up_silu(
+    a, w, bias, out, num_tokens, num_rows, stride_a, stride_w, stride_om,
+    H: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    m, k = tl.arange(0, TOKENS), tl.arange(0, BK)
+    r_ok, m_ok = r < num_rows, m < num_tokens
+    w_gate = w + r.to(tl.int64)[:, None] * stride_w
+    w_up = w + (r + num_rows).to(tl.int64)[:, None] * stride_w
+    a_columns = a + m.to(tl.int64)[None, :] * stride_a
+    mask = r_ok[:, None] & (k < H)[None, :]
+    g = tl.load(w_gate + k[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+    u = tl.load(w_up + k[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+    if HAS_BIAS:
+        bias_gate = tl.load(bias + r, mask=r_ok, other=0.0).to(tl.float32)
+        bias_up = tl.load(bias + num_rows + r, mask=r_ok, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    at = tl.load(a_columns + k[:, None], mask=(k < H)[:, None] & m_ok[None, :], other=0.0)
+    gate, up = tl.dot(g, at, input_precision="ieee"), tl.dot(u, at, input_precision="ieee")
+    for k0 in range(BK, H, BK):
+        kk = k + k0
+        ok = kk < H
+        mask = r_ok[:, None] & ok[None, :]
+        g = tl.load(w_gate + kk[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+        u = tl.load(w_up + kk[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+        at = tl.load(a_columns + kk[:, None], mask=ok[:, None] & m_ok[None, :], other=0.0)
+        gate = tl.dot(g, at, gate, input_precision="ieee")
+        up = tl.dot(u, at, up, input_precision="ieee")
+    if HAS_BIAS:
+        gate, up = gate + bias_gate[:, None], up + bias_up[:, None]
+    y = gate * tl.sigmoid(gate) * up
+    o = out + m.to(tl.int64)[None, :] * stride_om + r[:, None]
+    tl.store(o, y.to(out.dtype.element_ty), mask=r_ok[:, None] & m_ok[None, :])

@@ -1,0 +1,100 @@
+"""The fused chain of a decode step against the plain layers, on small random models of every architecture.
+
+On a CPU the Triton kernels run in the interpreter; on a GPU they are compiled, with and without programmatic dependent
+launch.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.model.config import load_model_config
+from engine.model.decode_chain import DecodeBuffers, DecodeChain
+from engine.model.loader import load_weights
+from engine.model.rope import cos_sin_table
+from engine.model.transformer import ForwardBatch, Transformer
+from kernels.reference.attention import DecodeMeta
+from kernels.reference.step import DecodeRows
+from tests.engine.models import make_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+BLOCK_SIZE, MAX_BLOCKS, SLOTS = 8, 6, 70
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("llama", {"attention_bias": True, "mlp_bias": True, "num_attention_heads": 6, "num_key_value_heads": 3}),
+        ("llama", {"head_dim": 20, "hidden_size": 100, "intermediate_size": 90, "tie_word_embeddings": True}),
+        ("qwen2", {}),
+        ("qwen3", {}),
+    ],
+    ids=["llama-biases", "llama-odd", "qwen2", "qwen3"],
+)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, device: str) -> Transformer:
+    kind, overrides = request.param
+    sizes = {"hidden_size": 96, "intermediate_size": 80, "vocab_size": 130, "max_position_embeddings": 64}
+    directory: Path = make_model(tmp_path_factory.mktemp("model"), kind, **(sizes | overrides))
+    config = load_model_config(directory)
+    weights, _ = load_weights(directory, config, torch.float32, torch.device(device), show_progress=False)
+    return Transformer(config, weights)
+
+
+def make_state(model: Transformer, device: str) -> tuple[Tensor, DecodeRows]:
+    """A KV cache of random values, each slot with blocks of its own and a position of its own; slot 3 is unused."""
+    config = model.config
+    generator = torch.Generator().manual_seed(1)
+    num_blocks = SLOTS * MAX_BLOCKS
+    shape = (config.num_layers, 2, num_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+    kv_cache = torch.randn(shape, generator=generator).to(device)
+    rows = DecodeRows(
+        row_slots_B=torch.tensor([slot if slot != 3 else -1 for slot in range(SLOTS)], dtype=torch.int32),
+        positions_S=torch.randint(0, MAX_BLOCKS * BLOCK_SIZE - 1, (SLOTS,), generator=generator).int(),
+        block_tables_SM=torch.randperm(num_blocks, generator=generator).int().view(SLOTS, MAX_BLOCKS),
+        last_token_S=torch.randint(0, config.vocab_size, (SLOTS,), generator=generator),
+        block_size=BLOCK_SIZE,
+    )
+    moved = {name: getattr(rows, name).to(device) for name in DecodeRows.__slots__ if name != "block_size"}
+    return kv_cache, replace(rows, **moved)
+
+
+def plain_logits(model: Transformer, kv_cache: Tensor, rows: DecodeRows, count: int) -> Tensor:
+    """Logits of the first ``count`` rows by the layers that every device runs; the padded row is left out."""
+    slots = [slot for slot in rows.row_slots_B[:count].tolist() if slot >= 0]
+    positions = rows.positions_S[slots].long()
+    tables = rows.block_tables_SM[slots].long()
+    cos_sin = cos_sin_table(model.config, 64).to(kv_cache.device)
+    batch = ForwardBatch(
+        token_ids_T=rows.last_token_S[slots],
+        cos_sin_TD=cos_sin[positions],
+        slots_T=tables[torch.arange(len(slots)), positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
+        num_decode=len(slots),
+        decode=DecodeMeta(tables, positions + 1, tuple((positions + 1).tolist()), BLOCK_SIZE),
+        prefill=None,
+    )
+    return model.logits(model.hidden_states(batch, kv_cache))
+
+
+@pytest.mark.parametrize("count", [1, 5, 17, 70])
+@pytest.mark.parametrize("pdl", [False, True])
+@torch.inference_mode()
+def test_the_chain_equals_the_layers(model: Transformer, count: int, pdl: bool, device: str) -> None:
+    """One row, few rows, and more than the narrow products take."""
+    if pdl and device == "cpu":
+        pytest.skip("the interpreter has no dependent launch")
+    kv_cache, rows = make_state(model, device)
+    expected_cache = kv_cache.clone()
+    expected = plain_logits(model, expected_cache, rows, count)
+    positions = rows.positions_S.clone()
+    cos_sin = cos_sin_table(model.config, 64).to(device)
+    buffers = DecodeBuffers(model, SLOTS)
+    DecodeChain(model, kv_cache, rows, cos_sin, buffers).run(count, pdl=pdl)
+    live = [row for row in range(count) if row != 3]
+    assert (buffers.logits_BV[live] - expected).abs().max() < 2e-4
+    assert (kv_cache - expected_cache).abs().max() < 2e-4, "the KV of the new tokens, and nothing else, is written"
+    moved = rows.positions_S - positions
+    assert moved.tolist() == [1 if slot < count and slot != 3 else 0 for slot in range(SLOTS)]
