@@ -65,6 +65,36 @@ def test_prefill(run: Any) -> None:
     assert "2 x 24" in printed
 
 
+def test_kernels(run: Any) -> None:
+    options = ["--tokens", "1", "3", "--contexts", "20", "--prefills", "24", "--rounds", "1"]
+    result, printed = run("kernels", *options)
+    by_name: dict[str, list[Result]] = {}
+    for kernel in result["kernels"]:
+        by_name.setdefault(kernel["kernel"], []).append(kernel)
+    names = {"linear qkv", "linear head", "add_rmsnorm", "rope_and_store", "decode attention", "prefill attention"}
+    assert names <= by_name.keys()
+    assert len(by_name["linear down"]) == 2
+    assert by_name["linear down"][1]["flops"] == 2 * 3 * 64 * 128
+    assert by_name["decode attention"][0]["bytes"] == 4 * (20 * 2 * 2 * 16 + 2 * 4 * 16)
+    for kernel in result["kernels"]:
+        assert 0 < kernel["us"]["min"] <= kernel["us"]["median"] <= kernel["us"]["max"]
+        assert kernel["kernel"] in printed
+        assert ("torch_us" in kernel) == kernel["kernel"].startswith("linear")
+    only, _ = run("kernels", *options, "--only", "silu")
+    assert {kernel["kernel"] for kernel in only["kernels"]} == {"silu_mul"}
+
+
+def test_ladder(run: Any) -> None:
+    result, printed = run("ladder", "--contexts", "16", "30", "--tokens", "4", "--rounds", "1")
+    climbed = [rung for rung in result["rungs"] if "skipped" not in rung]
+    assert [rung["rung"] for rung in climbed[:2]] == ["recompute", "contiguous KV cache"]
+    for rung in climbed:
+        for figures in rung["contexts"].values():
+            assert figures["ms_per_token"]["min"] > 0
+            assert figures["tokens_equal"] == 4, "in float32 every rung writes the same text"
+    assert all(rung["rung"] in printed for rung in result["rungs"])
+
+
 # -- their parts ------------------------------------------------------------------------------------------------
 
 
