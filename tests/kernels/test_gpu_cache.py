@@ -212,36 +212,55 @@ def test_store(kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
     store_kvcache(k[:0], v[:0], layer.k, layer.v, torch.tensor(slots[:0], device=device))
 
 
-def test_blocks_lie_more_than_2_to_31_elements_apart(device: str) -> None:
-    """A pool of over 4 GiB, and a view of a pool whose blocks are that far apart."""
-    qkv = random(2, 4, 64, dtype=torch.float16, device=device)
-    factors = cos_sin([3, 4], 64, torch.float32, device)
-    memory = torch.empty(2**31 + 2**12, dtype=torch.float16, device=device)
-    pool = memory.view(-1, 16, 2, 64)[None].expand(2, -1, -1, -1, -1)
-    sparse = memory.as_strided((2, 2, 8, 1, 64), (1024, 2**31, 128, 64, 1))
-    for k_cache, v_cache, slots in (
-        (pool[0][:, :, :1], pool[1][:, :, 1:], [16 * (len(pool[0]) - 1) + 5, 2]),
-        (sparse[0], sparse[1], [9, 1]),
-    ):
-        rows = [(slot // k_cache.shape[1], slot % k_cache.shape[1]) for slot in slots]
-        rope_and_store(qkv, 1, factors, k_cache, v_cache, torch.tensor(slots, device=device))
-        assert_turned(torch.stack([k_cache[row] for row in rows]), rotate_complex(qkv[:, 2:3], [3, 4]))
-        assert torch.equal(torch.stack([v_cache[row] for row in rows]), qkv[:, 3:])
-        store_kvcache(qkv[:, :1], qkv[:, 1:2], k_cache, v_cache, torch.tensor(slots, device=device))
-        assert torch.equal(torch.stack([k_cache[row] for row in rows]), qkv[:, :1])
-        assert torch.equal(torch.stack([v_cache[row] for row in rows]), qkv[:, 1:2])
+def assert_written(cache: Tensor, slots: list[int], expected_TKD: Tensor) -> None:
+    """Rows of the slots, without a look at all of a cache that is too large for it."""
+    rows = torch.stack([cache[slot // cache.shape[1], slot % cache.shape[1]] for slot in slots])
+    assert_turned(rows, expected_TKD.double().cpu())
+
+
+@pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("far", ["blocks", "places in a block", "heads"])
+def test_offsets_beyond_2_to_31_elements(far: str, slot_dtype: torch.dtype, device: str) -> None:
+    """Strides below 2^31 whose products are not. The blocks' case is also a pool of more than 4 GiB."""
+    stride = 2**30 + 128
+    memory = torch.empty(2 * stride + 2**13, dtype=torch.float16, device=device)
+    block, place, head = {"blocks": (stride, 192, 64), "heads": (512, 64, stride)}.get(far, (512, stride, 64))
+    caches = memory.as_strided((2, 3, 3, 3, 64), (2048, block, place, head, 1))
+    qkv, slots = random(2, 8, 64, dtype=torch.float16, device=device), [8, 1]
+    factors, slots_T = cos_sin([3, 4], 64, torch.float32, device), torch.tensor(slots, dtype=slot_dtype, device=device)
+    rope_and_store(qkv, 3, factors, caches[0], caches[1], slots_T)
+    assert_written(caches[0], slots, rotate_complex(qkv[:, 2:5], [3, 4]))
+    assert_written(caches[1], slots, qkv[:, 5:])
+    store_kvcache(qkv[:, :3], qkv[:, 1:4], caches[0], caches[1], slots_T)
+    assert_written(caches[0], slots, qkv[:, :3])
+    assert_written(caches[1], slots, qkv[:, 1:4])
+
+
+def test_inputs_beyond_2_to_31_elements(device: str) -> None:
+    """Tokens, parts and outputs that far apart."""
+    stride = 2**30 + 128
+    memory = torch.empty(2 * stride + 2**12, dtype=torch.float16, device=device)
+    values = random(3, 5, 64, dtype=torch.float16, device=device)
+    factors, slots = cos_sin([3, 4, 5], 64, torch.float32, device), [8, 1, 2]
+    layer = make_layer(2, 8, 1, 64, torch.float16, device)
+    qkv, out = memory.as_strided((3, 5, 64), (stride, 64, 1)), memory[1024:].as_strided((3, 3, 64), (stride, 64, 1))
+    qkv.copy_(values)
+    rope_and_store(qkv, 1, factors, layer.k, layer.v, torch.tensor(slots, device=device), out=out)
+    assert_turned(out, rotate_complex(values[:, :3], [3, 4, 5]))
+    assert_written(layer.v, slots, values[:, 4:])
+    store_kvcache(qkv[:, :1], qkv[:, 1:2], layer.k, layer.v, torch.tensor(slots, device=device))
+    assert_written(layer.k, slots, values[:, :1])
+    rope_and_store(qkv[:, None], 1, factors[:1], layer.k, layer.v, torch.tensor([3], device=device))
+    assert_written(layer.v, [3], values.double().sum(0, keepdim=True)[:, 4:])
 
 
 def test_a_slot_beyond_2_to_31(device: str) -> None:
-    """Slots themselves may pass 2^31 where heads are small."""
-    memory = torch.empty(2**31 + 64, dtype=torch.int8, device=device).view(torch.int8)
-    cache = memory.view(-1, 16, 1, 1)
-    slot = 2**31 + 40
+    memory = torch.empty(2**31 + 64, dtype=torch.int8, device=device)
+    cache, slot = memory.view(-1, 16, 1, 1), 2**31 + 40
     k, v = (torch.tensor([[[value]]], dtype=torch.int8, device=device) for value in (3, 5))
-    store_kvcache(k, k, cache, cache, torch.tensor([slot], device=device))
-    assert memory[slot] == 3
-    store_kvcache(v, v, cache, cache, torch.tensor([slot], device=device))
-    assert memory[slot] == 5
+    for value in (k, v):
+        store_kvcache(value, value, cache, cache, torch.tensor([slot], device=device))
+        assert memory[slot] == value.item()
 
 
 @each_dtype

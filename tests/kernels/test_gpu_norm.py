@@ -169,24 +169,29 @@ def test_silu_of_large_gates(device: str) -> None:
 
 
 def test_rows_lie_more_than_2_to_31_elements_apart(device: str) -> None:
-    memory = torch.empty(2**31 + 100, dtype=torch.float16, device=device)
-    rows = memory.as_strided((2, 40), (2**31 + 20, 1))
-    values = random(2, 40, dtype=torch.float16, device=device)
+    """The strides themselves are below 2^31: their products are not."""
+    stride = 2**30 + 16
+    memory = torch.empty(2 * stride + 100, dtype=torch.float16, device=device)
+    rows = memory.as_strided((3, 40), (stride, 1))
+    values = random(3, 40, dtype=torch.float16, device=device)
     weight = random(40, dtype=torch.float16, device=device, seed=1)
 
     rows.copy_(values)
     assert_near(rmsnorm(rows, weight, EPS), rmsnorm_float64(values, weight, EPS))
+    assert_near(rmsnorm(memory.as_strided((1, 3, 40), (1, stride, 1)), weight, EPS)[0], rmsnorm(values, weight, EPS))
     gate, up = values.double().split(20, dim=-1)
     assert_near(silu_mul(rows), gate * gate.sigmoid() * up)
-    total = values + values
+    doubled = values + values
     normed, _ = add_rmsnorm(values, rows, weight, EPS)
-    assert torch.equal(rows, total)
-    assert_near(normed, rmsnorm_float64(total, weight, EPS))
+    assert torch.equal(rows, doubled)
+    assert_near(normed, rmsnorm_float64(doubled, weight, EPS))
+    residual = values.clone()
+    add_rmsnorm(rows, residual, weight, EPS)
+    assert torch.equal(residual, values + doubled)
 
-    parts = memory.as_strided((2, 1, 40), (2**31 + 20, 40, 1)).copy_(values[:, None])
-    residual = torch.zeros(1, 40, device=device)
+    parts, residual = rows.view(3, 1, 40), torch.zeros(1, 40, device=device)
     add_rmsnorm(parts, residual, weight, EPS)
-    assert torch.equal(residual, fixed_order_sum(values[:, None]))
+    assert torch.equal(residual, fixed_order_sum(doubled[:, None]))
 
 
 @each_dtype
