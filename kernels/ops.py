@@ -9,11 +9,12 @@ from torch import Tensor
 from kernels import cpu_attention, cpu_linear
 from kernels.reference import attention
 from kernels.reference import linear as reference_linear
+from kernels.reference import sampling as reference_sampling
 from kernels.reference.activation import silu_mul
 from kernels.reference.attention import DecodeMeta, HeadGroups, PrefillMeta, paged_decode_attention
 from kernels.reference.cache import HeadNorms, copy_blocks, rope_and_store, store_kvcache
 from kernels.reference.norm import add_rmsnorm, rmsnorm
-from kernels.reference.sampling import apply_penalties, filter_logits, gumbel_noise
+from kernels.sampling_tensors import SamplingOut, SamplingStages, SamplingTensors
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
@@ -41,16 +42,33 @@ def paged_prefill_attention(
     module.paged_prefill_attention(q_TND, k_cache, v_cache, meta, scale, out_TND)
 
 
+def sample(
+    logits_RV: Tensor,
+    slots_R: Tensor,
+    positions_R: Tensor,
+    state: SamplingTensors,
+    stages: SamplingStages,
+    out: SamplingOut,
+) -> None:
+    """As `kernels.reference.sampling.sample`."""
+    if logits_RV.is_cuda:
+        from kernels.gpu import sampling  # without a GPU nothing needs Triton
+
+        sampling.sample(logits_RV, slots_R, positions_R, state, stages, out)
+    else:
+        reference_sampling.sample(logits_RV, slots_R, positions_R, state, stages, out)
+
+
 __all__ = [
     "DecodeMeta",
     "HeadGroups",
     "HeadNorms",
     "PrefillMeta",
+    "SamplingOut",
+    "SamplingStages",
+    "SamplingTensors",
     "add_rmsnorm",
-    "apply_penalties",
     "copy_blocks",
-    "filter_logits",
-    "gumbel_noise",
     "linear",
     "linear_float32",
     "pack_weight",
@@ -58,6 +76,7 @@ __all__ = [
     "paged_prefill_attention",
     "rmsnorm",
     "rope_and_store",
+    "sample",
     "silu_mul",
     "store_kvcache",
 ]

@@ -4,8 +4,12 @@ The draw is ``argmax(processed logit + Gumbel noise)`` over the allowed set (Gum
 arXiv 1411.0030). The noise is a pure function of (seed, position, token id), so a draw does not depend on the batch.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+from kernels.sampling_tensors import SamplingOut, SamplingStages, SamplingTensors
 
 NEVER = float("-inf")
 # splitmix64: Steele, Lea & Flood 2014, "Fast splittable pseudorandom number generators".
@@ -16,6 +20,39 @@ MIX_32 = (0x7FEB352D, 0x846CA68B)
 GOLDEN_32 = 0x9E3779B1
 # How many of the largest logits the filters look at before they sort the whole row.
 HEAD = 1024
+
+
+def sample(
+    logits_RV: Tensor,
+    slots_R: Tensor,
+    positions_R: Tensor,
+    state: SamplingTensors,
+    stages: SamplingStages,
+    out: SamplingOut,
+) -> None:
+    """Draw one token per row of ``logits_RV`` (float32) by what its slot wants.
+
+    In this order: penalties, bias, stops held back, temperature, filters, noise; then the best score, the lowest id
+    among equals. ``slots_R``: integers, -1 = a padded row, for which nothing is read or written; ``positions_R``:
+    absolute positions of the new tokens. Writes ``out``, ``last_token_S``, and ``counts_SV`` of rows with penalties.
+    A token depends on its own row alone. ``logits_RV`` holds the processed logits afterwards if ``stages.processed``;
+    else its content is undefined when any of the stages but noise is on, and unchanged otherwise.
+    """
+    rows_r = (slots_R >= 0).nonzero().squeeze(1)
+    slots_r, positions_r = slots_R[rows_r].long(), positions_R[rows_r].long()
+    logits_rV = logits_RV if len(rows_r) == len(slots_R) else logits_RV[rows_r]
+    processed_rV = _processed(logits_rV, slots_r, positions_r, state, stages)
+    if stages.processed:
+        logits_RV.index_copy_(0, rows_r, processed_rV)
+    scores_rV = _perturbed(processed_rV, slots_r, positions_r, state) if stages.noise else processed_rV
+    best_r, tokens_r = scores_rV.max(dim=1)
+    out.tokens_R.index_copy_(0, rows_r, tokens_r)
+    out.best_R.index_copy_(0, rows_r, best_r)
+    state.last_token_S.index_copy_(0, slots_r, tokens_r)
+    if stages.penalties:
+        counted = _has_penalties(state, slots_r)
+        once = torch.ones_like(tokens_r[counted], dtype=torch.int32)
+        state.counts_SV.index_put_((slots_r[counted], tokens_r[counted]), once, accumulate=True)
 
 
 def splitmix64(value: int) -> int:
@@ -106,6 +143,81 @@ def filter_logits(scaled_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: 
         whole = torch.full_like(values, NEVER).scatter_(1, ids, values.masked_fill(~keep, NEVER))
         out.index_copy_(0, rows, whole)
     return out
+
+
+def _processed(
+    logits_rV: Tensor, slots_r: Tensor, positions_r: Tensor, state: SamplingTensors, stages: SamplingStages
+) -> Tensor:
+    """The logits after every stage but noise; each stage touches only the rows that want it."""
+    logits = logits_rV
+    if stages.penalties:
+        logits = _where(_has_penalties(state, slots_r), logits, slots_r, lambda x, slots: _penalised(x, slots, state))
+    if stages.bias:
+        logits = _where(state.num_bias_S[slots_r] > 0, logits, slots_r, lambda x, slots: _biased(x, slots, state))
+    if stages.stops:
+        held_back = (positions_r < state.stops_from_S[slots_r]) & (state.num_stops_S[slots_r] > 0)
+        logits = _where(held_back, logits, slots_r, lambda x, slots: _without_stops(x, slots, state))
+    temperature_r = state.temperature_S[slots_r]
+    if stages.filters or stages.noise:
+        warm_r = (temperature_r != 0) & (temperature_r != 1)
+        logits = _where(warm_r, logits, slots_r, lambda x, slots: x / state.temperature_S[slots][:, None])
+    if stages.filters:
+        narrowed_r = (state.top_k_S[slots_r] > 0) | (state.top_p_S[slots_r] < 1) | (state.min_p_S[slots_r] > 0)
+        logits = _where(narrowed_r & (temperature_r > 0), logits, slots_r, lambda x, slots: _narrowed(x, slots, state))
+    return logits
+
+
+def _where(wanted_r: Tensor, logits_rV: Tensor, slots_r: Tensor, stage: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """``stage(logits, slots)`` of the rows that want it, the others as they are. Returns a new tensor, or the same."""
+    rows = wanted_r.nonzero().squeeze(1)
+    if len(rows) == len(wanted_r):
+        return stage(logits_rV, slots_r)
+    return logits_rV.index_copy(0, rows, stage(logits_rV[rows], slots_r[rows])) if len(rows) else logits_rV
+
+
+def _has_penalties(state: SamplingTensors, slots_r: Tensor) -> Tensor:
+    neutral_r = (state.frequency_S[slots_r] == 0) & (state.presence_S[slots_r] == 0)
+    return (state.repetition_S[slots_r] != 1) | ~neutral_r
+
+
+def _penalised(logits_rV: Tensor, slots_r: Tensor, state: SamplingTensors) -> Tensor:
+    return apply_penalties(
+        logits_rV,
+        state.counts_SV[slots_r],
+        state.in_prompt_SV[slots_r],
+        state.repetition_S[slots_r],
+        state.frequency_S[slots_r],
+        state.presence_S[slots_r],
+    )
+
+
+def _biased(logits_rV: Tensor, slots_r: Tensor, state: SamplingTensors) -> Tensor:
+    number_r = state.num_bias_S[slots_r]
+    width = int(number_r.max())
+    unused = torch.arange(width, device=logits_rV.device) >= number_r[:, None]
+    ids = state.bias_ids[slots_r, :width].masked_fill(unused, 0)
+    return logits_rV.scatter_add(1, ids, state.bias_values[slots_r, :width].masked_fill(unused, 0.0))
+
+
+def _without_stops(logits_rV: Tensor, slots_r: Tensor, state: SamplingTensors) -> Tensor:
+    number_r = state.num_stops_S[slots_r]
+    width = int(number_r.max())
+    unused = torch.arange(width, device=logits_rV.device) >= number_r[:, None]
+    ids = state.stop_ids[slots_r, :width]
+    return logits_rV.scatter(1, torch.where(unused, ids[:, :1], ids), NEVER)
+
+
+def _narrowed(logits_rV: Tensor, slots_r: Tensor, state: SamplingTensors) -> Tensor:
+    return filter_logits(logits_rV, state.top_k_S[slots_r], state.top_p_S[slots_r], state.min_p_S[slots_r])
+
+
+def _perturbed(processed_rV: Tensor, slots_r: Tensor, positions_r: Tensor, state: SamplingTensors) -> Tensor:
+    """With noise where the temperature is above 0. Returns a new tensor, or the same."""
+    rows = (state.temperature_S[slots_r] > 0).nonzero().squeeze(1)
+    noise_rV = gumbel_noise(state.seed_S[slots_r[rows]], positions_r[rows], processed_rV.shape[1])
+    if len(rows) == len(slots_r):
+        return noise_rV.add_(processed_rV)
+    return processed_rV.index_add(0, rows, noise_rV)
 
 
 def _ranked_head(scaled_RV: Tensor, head: int) -> tuple[Tensor, Tensor]:
