@@ -1,26 +1,70 @@
-"""The sampler: one call per batch, from logits to tokens. Shapes: R rows to sample, V vocabulary."""
+"""The sampler: one call per batch, from logits to tokens. Shapes: R rows to sample, V vocabulary, K top tokens.
 
+Nothing here waits for the device but what says so. What the host wants to know is copied to it in the stream's order,
+and can be read once the step is over.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.outputs import TokenLogprob
 from engine.plan import Sample
 from engine.sampling_params import LogprobsMode
-from engine.sampling_state import SamplingState, has_filters, has_penalties, stop_ids
+from engine.sampling_state import SamplingState, upload
 from kernels import ops
+from kernels.ops import SamplingOut, SamplingStages
 from kernels.reference.sampling import NEVER
 
 
 @dataclass(frozen=True, slots=True)
+class LogprobTensors:
+    """Logprobs of one token per row and of the row's K best ones. On the host; not to be read before the step is over.
+
+    ``token_ids_R``, ``ranks_R`` and ``top_ids_RK`` int64; ``chosen_R`` and ``top_RK``, which descends, float32.
+    """
+
+    token_ids_R: Tensor
+    chosen_R: Tensor
+    ranks_R: Tensor
+    top_RK: Tensor
+    top_ids_RK: Tensor
+
+    def records(self, tops: Sequence[int]) -> list[TokenLogprob]:
+        """One record per row, with the ``tops[row]`` most likely tokens (at most K)."""
+        columns = (self.token_ids_R, self.chosen_R, self.ranks_R, self.top_RK, self.top_ids_RK)
+        rows = zip(*(column.tolist() for column in columns), tops, strict=True)
+        return [
+            TokenLogprob(token, _finite(logprob), rank, _top_records(values, ids, top))
+            for token, logprob, rank, values, ids, top in rows
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a batch asks of the sampler, known before the draw.
+
+    ``raw`` and ``processed``: the rows that want logprobs of either kind; ``top``: how many alternatives at most;
+    ``raw_logits``: the logits of the rows ``raw`` as the model gave them, for the draw may change them.
+    """
+
+    stages: SamplingStages
+    raw: list[int]
+    processed: list[int]
+    top: int
+    raw_logits: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
 class Sampled:
-    """Device tensors of one sampling call; ``logits_RV`` and ``processed_RV`` are kept only for logprobs."""
+    """Of one sampling call: device tensors, and what the rows that asked for logprobs get."""
 
     tokens_R: Tensor
     best_R: Tensor
-    logits_RV: Tensor
-    processed_RV: Tensor
+    logprobs: tuple[tuple[list[int], LogprobTensors], ...]
 
 
 class Sampler:
@@ -30,99 +74,94 @@ class Sampler:
     its neighbours.
     """
 
-    def __init__(self, state: SamplingState, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, state: SamplingState, eos_token_ids: tuple[int, ...] = ()) -> None:
         self._state = state
-        self._eos = eos_token_ids
 
-    def sample(self, logits_RV: Tensor, samples: list[Sample]) -> Sampled:
-        """Draw one token per row, write it to the rows' slots, and count it for penalties."""
-        state, device = self._state, logits_RV.device
-        slots_R = torch.tensor([sample.slot for sample in samples], device=device)
-        positions_R = torch.tensor([sample.position for sample in samples], device=device)
-        penalised = any(has_penalties(sample.output) for sample in samples)
-        processed_RV = self._process(logits_RV, samples, slots_R, penalised)
-        scores_RV = processed_RV
-        rows = [i for i, sample in enumerate(samples) if sample.output.request.params.temperature > 0]
-        if rows:
-            rows_r = torch.tensor(rows, device=device)
-            noise = ops.gumbel_noise(state.seed_S[slots_R[rows_r]], positions_R[rows_r], logits_RV.shape[1])
-            scores_RV = processed_RV.index_add(0, rows_r, noise)
-        best_R, tokens_R = scores_RV.max(dim=1)
-        state.last_token_S.index_copy_(0, slots_R, tokens_R)
-        if penalised:
-            once = torch.ones_like(tokens_R, dtype=torch.int32)
-            state.counts_SV.index_put_((slots_R, tokens_R), once, accumulate=True)
-        return Sampled(tokens_R, best_R, logits_RV, processed_RV)
+    def sample(
+        self,
+        logits_RV: Tensor,
+        samples: list[Sample],
+        slots_R: Tensor | None = None,
+        positions_R: Tensor | None = None,
+    ) -> Sampled:
+        """Draw one token per row, write it to the rows' slots, and count it for penalties.
 
-    def _process(self, logits_RV: Tensor, samples: list[Sample], slots_R: Tensor, penalised: bool) -> Tensor:
-        state = self._state
-        logits = logits_RV
-        if penalised:
-            logits = ops.apply_penalties(
-                logits,
-                state.counts_SV[slots_R],
-                state.in_prompt_SV[slots_R],
-                state.repetition_S[slots_R],
-                state.frequency_S[slots_R],
-                state.presence_S[slots_R],
-            )
-        if rows := [i for i, sample in enumerate(samples) if sample.output.request.params.logit_bias]:
-            rows_r = torch.tensor(rows, device=logits.device)
-            biased = logits[rows_r].scatter_add_(1, state.bias_ids[slots_R[rows_r]], state.bias_values[slots_R[rows_r]])
-            logits = logits.index_copy(0, rows_r, biased)
-        if rows := [i for i, s in enumerate(samples) if s.suppress_stops and stop_ids(s.output, self._eos)]:
-            rows_r = torch.tensor(rows, device=logits.device)
-            held_back = logits[rows_r].scatter_(1, state.stop_ids[slots_R[rows_r]], NEVER)
-            logits = logits.index_copy(0, rows_r, held_back)
-        return self._narrow(logits, samples, slots_R)
+        ``slots_R`` and ``positions_R``: those of ``samples``, on the device, and more rows where padded (slot -1). May
+        change ``logits_RV``.
+        """
+        if slots_R is None or positions_R is None:
+            numbers = np.array([(sample.slot, sample.position) for sample in samples], dtype=np.int64)
+            slots_R, positions_R = upload([numbers[:, 0], numbers[:, 1]], logits_RV.device)
+        out = SamplingOut.allocate(len(slots_R), logits_RV.device)
+        asked = self.ask(logits_RV, samples)
+        ops.sample(logits_RV, slots_R, positions_R, self._state.tensors, asked.stages, out)
+        return self.answer(asked, logits_RV, out)
 
-    def _narrow(self, logits: Tensor, samples: list[Sample], slots_R: Tensor) -> Tensor:
-        """Temperature, then the allowed set."""
-        state = self._state
-        if any(sample.output.request.params.temperature not in (0, 1) for sample in samples):
-            logits = logits / state.temperature_S[slots_R][:, None]
-        if rows := [i for i, sample in enumerate(samples) if has_filters(sample.output)]:
-            rows_r = torch.tensor(rows, device=logits.device)
-            slots_r = slots_R[rows_r]
-            allowed = ops.filter_logits(
-                logits[rows_r], state.top_k_S[slots_r], state.top_p_S[slots_r], state.min_p_S[slots_r]
-            )
-            logits = logits.index_copy(0, rows_r, allowed)
-        return logits
+    def ask(self, logits_RV: Tensor, samples: list[Sample]) -> Asked:
+        """Before the draw: its stages, and a copy of what logprobs need and the draw may change."""
+        raw: list[int] = []
+        processed: list[int] = []
+        top = 0
+        for row, sample in enumerate(samples):
+            params = sample.output.request.params
+            if params.top_logprobs is not None:
+                (raw if params.logprobs_mode is LogprobsMode.RAW else processed).append(row)
+                top = max(top, params.top_logprobs)
+        stages = self._state.stages(samples, processed=bool(processed))
+        raw_logits = logits_RV.index_select(0, _rows(raw, logits_RV.device)) if raw else None
+        return Asked(stages, raw, processed, top, raw_logits)
+
+    def answer(self, asked: Asked, logits_RV: Tensor, out: SamplingOut) -> Sampled:
+        """After the draw into ``out``: the logprobs that were asked for. ``logits_RV`` is what the draw left."""
+        logprobs = []
+        if asked.raw_logits is not None:
+            tokens_r = out.tokens_R.index_select(0, _rows(asked.raw, logits_RV.device))
+            logprobs.append((asked.raw, score(asked.raw_logits, tokens_r, asked.top)))
+        if asked.processed:
+            rows_r = _rows(asked.processed, logits_RV.device)
+            processed_rV, tokens_r = logits_RV.index_select(0, rows_r), out.tokens_R.index_select(0, rows_r)
+            logprobs.append((asked.processed, score(processed_rV, tokens_r, asked.top)))
+        return Sampled(out.tokens_R, out.best_R, tuple(logprobs))
+
+
+def score(logits_RV: Tensor, token_ids_R: Tensor, top: int) -> LogprobTensors:
+    """Logprob and rank of one token per row, and the ``top`` most likely tokens. Does not wait for the device."""
+    logprobs_RV = logits_RV.log_softmax(dim=1)
+    chosen_R1 = logprobs_RV.gather(1, token_ids_R[:, None])
+    ranks_R = (logprobs_RV > chosen_R1).sum(dim=1) + 1
+    top_RK, top_ids_RK = logprobs_RV.topk(min(top, logprobs_RV.shape[1]), dim=1)
+    on_device = (token_ids_R, chosen_R1.squeeze(1), ranks_R, top_RK, top_ids_RK)
+    # To pinned memory: torch allocates it for a copy from a GPU that nothing waits for.
+    return LogprobTensors(*(tensor.to("cpu", non_blocking=True) for tensor in on_device))
 
 
 def sampled_logprobs(sampled: Sampled, samples: list[Sample]) -> list[TokenLogprob | None]:
-    """The records of the rows that asked for logprobs, None for the others. Waits for the device."""
+    """The records of the rows that asked for logprobs, None for the others. Not before the step is over."""
     records: list[TokenLogprob | None] = [None] * len(samples)
-    for i, sample in enumerate(samples):
-        params = sample.output.request.params
-        if params.top_logprobs is not None:
-            raw = params.logprobs_mode is LogprobsMode.RAW
-            logits = sampled.logits_RV if raw else sampled.processed_RV
-            records[i] = logprob_records(logits[i : i + 1], sampled.tokens_R[i : i + 1], params.top_logprobs)[0]
+    for rows, tensors in sampled.logprobs:
+        tops = [samples[row].output.request.params.top_logprobs or 0 for row in rows]
+        for row, record in zip(rows, tensors.records(tops), strict=True):
+            records[row] = record
     return records
 
 
 def logprob_records(logits_RV: Tensor, token_ids_R: Tensor, top: int) -> list[TokenLogprob]:
-    """One record per row: the token's logprob and rank, and the ``top`` most likely tokens. Waits for the device."""
-    logprobs_RV = logits_RV.log_softmax(dim=1)
-    chosen_R = logprobs_RV.gather(1, token_ids_R[:, None])
-    ranks = ((logprobs_RV > chosen_R).sum(dim=1) + 1).tolist()
-    tops = [()] * len(ranks) if top == 0 else _top_records(logprobs_RV, top)
-    rows = zip(token_ids_R.tolist(), chosen_R.squeeze(1).tolist(), ranks, tops, strict=True)
-    return [TokenLogprob(token, _finite(logprob), rank, tuple(best)) for token, logprob, rank, best in rows]
+    """`score` and its records at once. Waits for the device."""
+    tensors = score(logits_RV, token_ids_R, top)
+    if logits_RV.is_cuda:
+        torch.cuda.current_stream(logits_RV.device).synchronize()
+    return tensors.records([top] * len(token_ids_R))
 
 
-def _top_records(logprobs_RV: Tensor, top: int) -> list[tuple[TokenLogprob, ...]]:
-    values, ids = logprobs_RV.topk(min(top, logprobs_RV.shape[1]), dim=1)
-    return [
-        tuple(
-            TokenLogprob(token, value, rank + 1)
-            for rank, (token, value) in enumerate(zip(row_ids, row_values, strict=True))
-            if _finite(value) is not None
-        )
-        for row_ids, row_values in zip(ids.tolist(), values.tolist(), strict=True)
-    ]
+def _top_records(values: list[float], ids: list[int], top: int) -> tuple[TokenLogprob, ...]:
+    best = zip(ids[:top], values[:top], strict=True)
+    return tuple(
+        TokenLogprob(token, value, rank) for rank, (token, value) in enumerate(best, 1) if _finite(value) is not None
+    )
+
+
+def _rows(rows: list[int], device: torch.device) -> Tensor:
+    return upload([np.array(rows, dtype=np.int64)], device)[0]
 
 
 def _finite(value: float) -> float | None:
