@@ -9,17 +9,14 @@ additions may decide a near tie otherwise, wrong numerics differ at once.
 """
 
 import argparse
-import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from bench.driver import Driver, random_prompts
-from bench.limits import bandwidth_lines, bandwidths, synchronize
+from bench.limits import bandwidth_lines, bandwidths, release, synchronize
 from bench.model_math import step_bytes
 from bench.options import engine_config, engine_options, finish, load_model, model_directory, parser
 from bench.report import spread, table
@@ -132,9 +129,7 @@ def climb(rung: Rung, args: argparse.Namespace, directory: Path) -> dict[str, An
         seconds = [decoder.seconds_per_token(prompt, args.tokens) for _ in range(args.rounds)]
         result["contexts"][context] = {"ms_per_token": spread([1e3 * s for s in seconds]), "tokens": tokens}
     del decoder
-    gc.collect()
-    if args.device == "cuda":
-        torch.cuda.empty_cache()
+    release(args.device)
     return result
 
 

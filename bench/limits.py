@@ -1,5 +1,6 @@
 """What the hardware can do, measured in the run whose figures are compared with it."""
 
+import gc
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,13 @@ def synchronize(device: str) -> None:
     """Wait for everything that was launched."""
     if device == "cuda":
         torch.cuda.synchronize()
+
+
+def release(device: str) -> None:
+    """Give back the memory of what is no longer referred to, so that the next engine can have it."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
 
 def seconds_of(call: Callable[[], object], device: str, repeats: int) -> list[float]:
@@ -69,8 +77,7 @@ def matmul_rate(device: str, dtype: torch.dtype) -> dict[str, float]:
 def bandwidths(device: str) -> dict[str, Any]:
     """Both bandwidths, for the JSON."""
     found = {"read": read_bandwidth(device), "copy": copy_bandwidth(device)}
-    if device == "cuda":
-        torch.cuda.empty_cache()
+    release(device)
     return found
 
 

@@ -16,7 +16,7 @@ from engine.model.loader import DTYPES as TORCH_DTYPES
 from engine.model.loader import load_weights
 from engine.model.random_weights import WEIGHT_FILES, random_weights
 from engine.model.transformer import Weights
-from scripts.make_shape_model import SHAPES, write_shape
+from scripts.make_shape_model import SHAPES, write_shape, write_tokenizer
 
 
 def parser(doc: str | None, rounds: int) -> argparse.ArgumentParser:
@@ -32,22 +32,26 @@ def parser(doc: str | None, rounds: int) -> argparse.ArgumentParser:
     return made
 
 
-def engine_options(made: argparse.ArgumentParser) -> None:
-    """Options of the engine that change what is measured."""
-    made.add_argument("--max-num-batched-tokens", type=int, default=16_384, metavar="N", help="tokens of one step")
+def engine_options(made: argparse.ArgumentParser, budget: bool = True) -> None:
+    """Options of the engine that change what is measured; ``budget``: how many tokens a step may have."""
+    if budget:
+        made.add_argument("--max-num-batched-tokens", type=int, default=16_384, metavar="N", help="tokens of one step")
     made.add_argument("--num-gpu-blocks", type=int, metavar="N", help="KV blocks; unset = from memory")
     made.add_argument("--pipeline-depth", type=int, choices=(1, 2), help="unset = the engine's default")
     made.add_argument("--engine", nargs="*", default=[], metavar="NAME=VALUE", help="other options of EngineConfig")
 
 
 @contextmanager
-def model_directory(args: argparse.Namespace) -> Iterator[Path]:
-    """The directory that was asked for, or a temporary one of the shape (no tokenizer: the engine needs none)."""
+def model_directory(args: argparse.Namespace, tokenizer: bool = False) -> Iterator[Path]:
+    """The directory that was asked for, or a temporary one of the shape; only a server needs its ``tokenizer``."""
     if args.model is not None:
         yield args.model
         return
     with tempfile.TemporaryDirectory(prefix="picovllm-bench-") as folder:
-        yield write_shape(Path(folder), args.shape)
+        directory = write_shape(Path(folder), args.shape)
+        if tokenizer:
+            write_tokenizer(directory, SHAPES[args.shape]["vocab_size"])
+        yield directory
 
 
 def engine_config(args: argparse.Namespace, directory: Path, **options: Any) -> EngineConfig:
@@ -56,13 +60,14 @@ def engine_config(args: argparse.Namespace, directory: Path, **options: Any) -> 
         "model": str(directory),
         "device": args.device,
         "dtype": args.dtype,
-        "random_weights": _seed(args, directory),
-        "max_num_batched_tokens": args.max_num_batched_tokens,
+        "random_weights": weights_seed(args, directory),
         "num_gpu_blocks": args.num_gpu_blocks,
         "pipeline_depth": args.pipeline_depth,
         **dict(_named_option(text) for text in args.engine),
         **options,
     }
+    if hasattr(args, "max_num_batched_tokens"):
+        given.setdefault("max_num_batched_tokens", args.max_num_batched_tokens)
     # Room for what else is measured on the card: peers, graphs, the buffers of the bandwidth test.
     if args.device == "cuda" and given["num_gpu_blocks"] is None:
         given.setdefault("gpu_memory_utilization", 0.75)
@@ -73,7 +78,7 @@ def load_model(args: argparse.Namespace, directory: Path) -> tuple[ModelConfig, 
     """The engine's own weights once more: equal tensors, in memory of their own, not packed."""
     config = load_model_config(directory)
     dtype = TORCH_DTYPES[config.dtype if args.dtype == "auto" else args.dtype]
-    device, seed = torch.device(args.device), _seed(args, directory)
+    device, seed = torch.device(args.device), weights_seed(args, directory)
     if seed is None:
         return config, load_weights(directory, config, dtype, device, show_progress=False)[0]
     return config, random_weights(directory, config, seed, dtype, device, show_progress=False)[0]
@@ -86,7 +91,8 @@ def finish(args: argparse.Namespace, benchmark: str, content: dict[str, Any]) ->
     write_json(args.json, header | content)
 
 
-def _seed(args: argparse.Namespace, directory: Path) -> int | None:
+def weights_seed(args: argparse.Namespace, directory: Path) -> int | None:
+    """The seed of random weights, or None for a directory that has weights."""
     return None if any(directory.glob(WEIGHT_FILES)) else args.seed
 
 

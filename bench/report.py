@@ -17,6 +17,15 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
+def percentiles(values: list[float]) -> dict[str, float]:
+    """p50, p90 and p99 by nearest rank, mean, max and count; {} of nothing."""
+    if not values:
+        return {}
+    ordered = sorted(values)
+    ranks = {f"p{p}": ordered[max(0, -(-p * len(ordered) // 100) - 1)] for p in (50, 90, 99)}
+    return ranks | {"mean": statistics.fmean(ordered), "max": ordered[-1], "count": float(len(ordered))}
+
+
 def conditions(device: str) -> dict[str, Any]:
     """Commit, versions and hardware: what a figure is worth nothing without."""
     import torch

@@ -2,14 +2,21 @@
 
 import importlib
 import json
+import statistics
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench.gpu_busy import busy_and_span
+from bench.load_client import tokens_of_messages
+from bench.mixed import arrival_times
 from bench.model_math import prefill_flops, step_bytes
+from bench.report import percentiles
+from bench.serve import summary
+from bench.workload import Lengths, Workload, split, token_ids
 from engine.model.config import load_model_config
 from scripts.make_shape_model import write_shape, write_tokenizer
 from service.tokenizer import Tokenizer
@@ -95,7 +102,104 @@ def test_ladder(run: Any) -> None:
     assert all(rung["rung"] in printed for rung in result["rungs"])
 
 
+def test_mixed(run: Any) -> None:
+    options = ["--streams", "2", "--prompt", "40", "--rates", "0", "40", "--seconds", "0.3", "--budgets", "64", "128"]
+    result, printed = run("mixed", *options, "--rounds", "1")
+    assert [(row["budget"], row["rate"]) for row in result["rows"]] == [(64, 0), (64, 40), (128, 0), (128, 40)]
+    for row in result["rows"]:
+        assert row["gap_ms"]["count"] > 2
+        assert row["gap_ms"]["p50"] <= row["gap_ms"]["p99"] <= row["gap_ms"]["max"]
+        assert (row["arrivals"] > 0) == (row["rate"] > 0)
+        assert row["first_token_ms"].get("count", 0) + row["late"] == row["arrivals"]
+    assert "vLLM:" not in printed
+
+
+def test_serve(run: Any, smollm2_dir: Path) -> None:
+    options = ["--requests", "6", "--output-tokens", "4-8", "--prompt-tokens", "20", "--clients", "2"]
+    result, printed = run("serve", *options, "--concurrency", "2", "--rates", "40", "--ttft-limit", "60000")
+    assert result["start"]["ready_seconds"] < result["start"]["first_token_seconds"]
+    planned = Workload(Lengths.parse("20"), Lengths.parse("4-8"), 0, 1, 0.0, 0).plan(6, None)
+    assert [row["load"] for row in result["rows"]] == ["2 at once", "40 per s"]
+    for row in result["rows"]:
+        assert (row["requests"], row["errors"]) == (6, {})
+        assert row["tokens"] == sum(request.output_tokens for request in planned)
+        assert 1 <= row["tokens_per_message"] <= 8
+        assert row["ttft_ms"]["count"] == 6
+        names = set(row["cpu_seconds"])
+        assert {"supervisor", "engine-0", "clients"} <= names
+        assert any(name.startswith("front") for name in names)
+    assert "first token after" in printed
+
+
 # -- their parts ------------------------------------------------------------------------------------------------
+
+
+def test_a_workload_is_what_was_asked_for_and_the_same_for_a_seed() -> None:
+    workload = Workload(Lengths.parse("10-20"), Lengths.parse("exp:30"), 64, 3, 0.5, seed=7)
+    planned = workload.plan(2000, rate=50)
+    assert planned == workload.plan(2000, rate=50)
+    assert all(10 <= request.prompt_tokens <= 20 and 1 <= request.output_tokens <= 120 for request in planned)
+    assert statistics.fmean(request.output_tokens for request in planned) == pytest.approx(30, rel=0.1)
+    assert {request.prefix for request in planned} == {None, 0, 1, 2}
+    assert sum(request.prefix_tokens == 64 for request in planned) == pytest.approx(1000, rel=0.1)
+    arrivals = [request.at for request in planned if request.at is not None]
+    assert arrivals == sorted(arrivals)
+    assert arrivals[-1] == pytest.approx(40, rel=0.1)
+    untimed = workload.plan(2000, None)
+    assert [(r.prompt_tokens, r.at) for r in untimed] == [(r.prompt_tokens, None) for r in planned]
+    shares = split(planned, 3)
+    assert sorted(request["number"] for share in shares for request in share) == list(range(2000))
+
+
+def test_prompts_share_their_prefix_and_nothing_else() -> None:
+    plan = Workload(Lengths.parse("16"), Lengths.parse("1"), 8, 1, 1.0, seed=1).plan(2, None)
+    first, second = (token_ids(asdict(request), 1, 1000) for request in plan)
+    assert len(first) == 24
+    assert first[:8] == second[:8]
+    assert first[8:] != second[8:]
+
+
+@pytest.mark.parametrize("text", ["0", "9-3", "abc", "exp:x"])
+def test_a_length_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="no range of lengths|invalid literal"):
+        Lengths.parse(text)
+
+
+def test_latencies_of_requests() -> None:
+    """Two answered, one within the limits; the tokens of a message reach to the next one."""
+    assert tokens_of_messages([0, 1, 4], 6) == [1, 3, 2]
+    requests = [
+        {"number": 0, "at": 0.0, "sent": 0.25, "times": [0.5, 0.75, 1.5], "tokens": [1, 3, 2]},
+        {"number": 1, "at": 1.0, "sent": 1.0, "times": [2.0, 2.5], "tokens": [1, 1]},
+        {"number": 2, "at": 2.0, "sent": 2.0, "error": "UNAVAILABLE: x"},
+    ]
+    seen = summary(requests, limits=(0.3, 0.2))
+    assert seen["ttft_ms"]["p50"] == 250
+    assert seen["tpot_ms"]["max"] == 500
+    assert sorted([seen["tpot_ms"]["p50"], seen["tpot_ms"]["p99"]]) == [200, 500]
+    assert seen["icl_ms"]["count"] == 3
+    assert seen["seconds"] == 2.25
+    assert seen["tokens_per_second"] == pytest.approx(8 / 2.25)
+    assert seen["goodput"] == pytest.approx(1 / 2.25)
+    assert seen["tokens_per_message"] == 8 / 5
+    assert seen["errors"] == {"UNAVAILABLE: x": 1}
+    assert seen["send_lag_ms"]["max"] == 250
+
+
+def test_percentiles_are_nearest_ranks() -> None:
+    assert percentiles([]) == {}
+    assert percentiles([5.0])["p99"] == 5
+    found = percentiles([float(value) for value in range(200, 0, -1)])
+    assert (found["p50"], found["p90"], found["p99"], found["max"]) == (100, 180, 198, 200)
+
+
+def test_arrivals_are_even_or_poisson() -> None:
+    assert arrival_times(0, 10, even=True, seed=1) == []
+    assert arrival_times(4, 1, even=True, seed=1) == [0, 0.25, 0.5, 0.75]
+    random_times = arrival_times(100, 50, even=False, seed=1)
+    assert len(random_times) == pytest.approx(5000, rel=0.1)
+    assert random_times == sorted(random_times)
+    assert max(random_times) < 50
 
 
 @pytest.mark.parametrize(
