@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import vllm
-from bench.driver import Driver, random_prompts
+from bench.driver import Driver, facts, random_prompts
 from bench.gpu_busy import profile_kernels
 from bench.limits import bandwidth_lines, bandwidths
 from bench.model_math import step_bytes
@@ -210,7 +210,8 @@ def main() -> None:
         add_shares(case, model, DTYPES[info.dtype].itemsize, found["read"]["median"], plan)
     quoted = vllm.comparable(None if args.model else args.shape, args.device, info.dtype)
     print_report(cases, found, quoted)
-    finish(args, "decode", {"bandwidth": found, "cases": cases, "vllm": vllm.SOURCE if quoted else None})
+    content = {"engine": facts(driver.engine), "bandwidth": found, "cases": cases}
+    finish(args, "decode", content | {"vllm": vllm.SOURCE if quoted else None})
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from engine.engine import Engine
@@ -64,6 +64,12 @@ class _TimedHandle:
         result = self._handle.wait()
         self._timed.wait_seconds += time.perf_counter() - start
         return result
+
+
+def facts(engine: Engine) -> dict[str, Any]:
+    """What was loaded, for the JSON."""
+    info = engine.info
+    return {"dtype": info.dtype, "pipeline_depth": info.pipeline_depth, "limits": asdict(info.limits)}
 
 
 class Driver:

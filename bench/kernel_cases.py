@@ -230,35 +230,46 @@ def _copy(cache: Tensor, sources: Tensor, targets: Tensor) -> Call:
 
 
 def sampling(bench: Bench) -> Iterator[Case]:
-    """The stages of a draw that read or write a row of the vocabulary."""
+    """A draw for every row: greedy, from the whole vocabulary, with filters, and with penalties.
+
+    ``nbytes``: the logits once; penalties read counts and flags as well.
+    """
     V = bench.config.vocab_size
+    kinds = {
+        "sample greedy": ops.SamplingStages(),
+        "sample": ops.SamplingStages(noise=True),
+        "sample top-k, top-p": ops.SamplingStages(noise=True, filters=True),
+        "sample penalties": ops.SamplingStages(noise=True, penalties=True),
+    }
     for rows in (tokens for tokens in bench.tokens if tokens <= 256):
-        row_bytes = 4.0 * rows * V
-        size = f"{rows} x {V}"
-        logits = [bench.random(rows, V, dtype=torch.float32) for _ in bench.copies(row_bytes)]
-        seeds, positions = bench.integers(range(rows)), bench.integers(range(100, 100 + rows))
-        yield Case("gumbel_noise", size, [_noise(seeds, positions, V) for _ in logits], row_bytes)
-        top_k, top_p, min_p = bench.integers([50] * rows), *(bench.random(rows, dtype=torch.float32) for _ in range(2))
-        top_p.fill_(0.95)
-        min_p.zero_()
-        filters = [_filter(x, top_k, top_p, min_p) for x in logits]
-        yield Case("filter_logits", size, filters, 2 * row_bytes)
-        counts = torch.randint(0, 2, (rows, V), dtype=torch.int32, device=bench.device)
-        factors = [torch.full((rows,), value, device=bench.device) for value in (1.1, 0.1, 0.1)]
-        penalties = [_penalise(x, counts, counts > 0, factors) for x in logits]
-        yield Case("apply_penalties", size, penalties, 3.25 * row_bytes)
+        logits_bytes = 4.0 * rows * V
+        logits = [bench.random(rows, V, dtype=torch.float32) for _ in bench.copies(logits_bytes)]
+        slots, positions = bench.integers(range(rows)), bench.integers(range(100, 100 + rows))
+        out = ops.SamplingOut.allocate(rows, torch.device(bench.device))
+        for name, stages in kinds.items():
+            state = _sampling_state(bench, rows, stages)
+            calls = [_sample(x, slots, positions, state, stages, out) for x in logits]
+            yield Case(name, f"{rows} x {V}", calls, logits_bytes * (2.25 if stages.penalties else 1))
 
 
-def _noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Call:
-    return lambda: ops.gumbel_noise(seeds, positions, vocab_size)
+def _sampling_state(bench: Bench, rows: int, stages: ops.SamplingStages) -> ops.SamplingTensors:
+    state = ops.SamplingTensors.allocate(rows, bench.config.vocab_size, 1, 1, torch.device(bench.device))
+    state.seed_S.copy_(bench.integers(range(rows)))
+    if stages.noise:
+        state.temperature_S.fill_(1)
+    if stages.filters:
+        state.top_k_S.fill_(50)
+        state.top_p_S.fill_(0.95)
+    if stages.penalties:
+        state.counts_SV.random_(0, 2)
+        state.in_prompt_SV.copy_(state.counts_SV > 0)
+        state.presence_S.fill_(0.1)
+        state.repetition_S.fill_(1.01)  # the logits are changed in place: a larger one would overflow them
+    return state
 
 
-def _filter(logits: Tensor, *settings: Tensor) -> Call:
-    return lambda: ops.filter_logits(logits, *settings)
-
-
-def _penalise(logits: Tensor, counts: Tensor, in_prompt: Tensor, factors: list[Tensor]) -> Call:
-    return lambda: ops.apply_penalties(logits, counts, in_prompt, *factors)
+def _sample(logits: Tensor, *arguments: Any) -> Call:
+    return lambda: ops.sample(logits, *arguments)
 
 
 BUILDERS: list[Callable[[Bench], Iterator[Case]]] = [

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import vllm
-from bench.driver import Driver, random_prompts
+from bench.driver import Driver, facts, random_prompts
 from bench.limits import matmul_rate
 from bench.model_math import prefill_flops
 from bench.options import engine_config, engine_options, finish, load_model, model_directory, parser
@@ -124,7 +124,8 @@ def main() -> None:
             print(f"skipped {case['count']} x {case['prompt']}: {case['skipped']}")
     if quoted:
         print(f"vLLM: {vllm.SOURCE}")
-    finish(args, "prefill", {"matmul": matmul, "cases": cases, "vllm": vllm.SOURCE if quoted else None})
+    content = {"engine": facts(driver.engine), "matmul": matmul, "cases": cases}
+    finish(args, "prefill", content | {"vllm": vllm.SOURCE if quoted else None})
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ def conditions(device: str) -> dict[str, Any]:
         "cpu": _cpu_name(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
+        "cuda": torch.version.cuda if device == "cuda" else None,
     }
 
 

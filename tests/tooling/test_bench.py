@@ -161,7 +161,7 @@ def test_prompts_share_their_prefix_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("text", ["0", "9-3", "abc", "exp:x"])
 def test_a_length_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="no range of lengths|invalid literal"):
+    with pytest.raises(ValueError, match=r"no range of lengths|invalid literal"):
         Lengths.parse(text)
 
 
