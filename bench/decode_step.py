@@ -112,12 +112,12 @@ class Bench:
                 tiles.gemv_key("head", *head): tiles.gemv_tile("head", *head),
             }
         return {
-            **{
-                tiles.skinny_key("gemm", *shape, batch): tiles.skinny_tile("gemm", *shape, batch)
-                for shape in (qkv, o, down)
-            },
-            tiles.skinny_key("gate_up", *gate_up, batch): tiles.skinny_tile("gate_up", *gate_up, batch),
-            tiles.skinny_key("head", *head, batch): tiles.skinny_tile("head", *head, batch),
+            tiles.skinny_key(kind, rows, inner, batch): tiles.skinny_tile(kind, rows, inner, batch)
+            for kind, (rows, inner) in [
+                *(("gemm", shape) for shape in (qkv, o, down)),
+                ("gate_up", gate_up),
+                ("head", head),
+            ]
         }
 
 
@@ -284,7 +284,8 @@ def main() -> int:
         for context in args.context:
             for pdl in (False, True) if batch <= MAX_SKINNY else (False,):
                 ms = bench.measure(batch, context, pdl)
-                kv = batch * context * 2 * bench.config.num_layers * bench.config.num_kv_heads * bench.config.head_dim * 2
+                c = bench.config
+                kv = batch * context * 4 * c.num_layers * c.num_kv_heads * c.head_dim
                 share = (weights + kv) / ms["median"] / 1e9 / bandwidth
                 content["steps"].append({"batch": batch, "context": context, "pdl": pdl, "ms": ms, "share": share})
                 rows.append(

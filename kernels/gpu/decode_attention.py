@@ -25,7 +25,7 @@ ENOUGH_PROGRAMS = 512
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """How a launch is cut: ``splits`` of each context, each of at least ``first`` tokens and read ``tile`` at a time."""
+    """How a launch is cut: ``splits`` of each context, of at least ``first`` tokens, read ``tile`` at a time."""
 
     splits: int
     first: int
@@ -169,19 +169,19 @@ def _attend_split(
     total = tl.sum(p, 1)
     acc = tl.dot(p.to(vx.dtype), vx, input_precision="ieee")
     for t0 in range(start + FIRST, end, TILE):
-        t = t0 + tl.arange(0, TILE)
-        ok = t < end
-        kx = tl.load(k_base + _kv_offsets(table, t, ok, stride_kb, stride_kp, BLOCK_SIZE)[:, None],
-                     mask=ok[:, None] & d_ok, other=0.0)  # fmt: skip
-        vx = tl.load(v_base + _kv_offsets(table, t, ok, stride_vb, stride_vp, BLOCK_SIZE)[:, None],
-                     mask=ok[:, None] & d_ok, other=0.0)  # fmt: skip
-        scores = tl.dot(qx, tl.trans(kx), input_precision="ieee") * scale
-        scores = tl.where(ok[None, :], scores, -float("inf"))
-        m_new = tl.maximum(m, tl.max(scores, 1))
-        p = tl.exp2(scores - m_new[:, None])
+        u = t0 + tl.arange(0, TILE)
+        u_ok = u < end
+        at_k = _kv_offsets(table, u, u_ok, stride_kb, stride_kp, BLOCK_SIZE)
+        at_v = _kv_offsets(table, u, u_ok, stride_vb, stride_vp, BLOCK_SIZE)
+        ku = tl.load(k_base + at_k[:, None], mask=u_ok[:, None] & d_ok, other=0.0)
+        vu = tl.load(v_base + at_v[:, None], mask=u_ok[:, None] & d_ok, other=0.0)
+        more = tl.dot(qx, tl.trans(ku), input_precision="ieee") * scale
+        more = tl.where(u_ok[None, :], more, -float("inf"))
+        m_new = tl.maximum(m, tl.max(more, 1))
+        pu = tl.exp2(more - m_new[:, None])
         decay = tl.exp2(m - m_new)
-        acc = acc * decay[:, None] + tl.dot(p.to(vx.dtype), vx, input_precision="ieee")
-        total = total * decay + tl.sum(p, 1)
+        acc = acc * decay[:, None] + tl.dot(pu.to(vu.dtype), vu, input_precision="ieee")
+        total = total * decay + tl.sum(pu, 1)
         m = m_new
 
     out_mask = head_ok[:, None] & d_ok

@@ -178,7 +178,9 @@ def _norm_qkv_rope_store(
 
 @triton.jit
 def _gemv_add(
-    a, w, bias, x, num_rows, stride_w, I: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
+    a, w, bias, x, num_rows, stride_w,
+    I: tl.constexpr,  # noqa: E741
+    BK: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
     HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

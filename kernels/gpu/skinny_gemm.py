@@ -38,9 +38,9 @@ def skinny_gemm(
     (M, I), O = a_MI.shape, weight_OI.shape[0]  # noqa: E741
     assert out_SMO.shape == (tile.splits, M, O)
     _skinny_gemm[(triton.cdiv(O, tile.rows), tile.splits)](
-        a_MI, weight_OI, bias_O, out_SMO, M, O, a_MI.stride(0), weight_OI.stride(0), out_SMO.stride(0), out_SMO.stride(1),
-        I=I, SPAN=_span(I, tile), BK=tile.k, ROWS=tile.rows, TOKENS=padded_tokens(M), HAS_BIAS=bias_O is not None,
-        PDL=pdl, num_warps=tile.warps, num_stages=tile.stages, **pdl_options(pdl),
+        a_MI, weight_OI, bias_O, out_SMO, M, O, a_MI.stride(0), weight_OI.stride(0), out_SMO.stride(0),
+        out_SMO.stride(1), I=I, SPAN=_span(I, tile), BK=tile.k, ROWS=tile.rows, TOKENS=padded_tokens(M),
+        HAS_BIAS=bias_O is not None, PDL=pdl, num_warps=tile.warps, num_stages=tile.stages, **pdl_options(pdl),
     )  # fmt: skip
 
 
@@ -76,7 +76,8 @@ def _span(inner: int, tile: SkinnyTile) -> int:
 @triton.jit
 def _skinny_gemm(
     a, w, bias, out, num_tokens, num_rows, stride_a, stride_w, stride_os, stride_om,
-    I: tl.constexpr, SPAN: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    I: tl.constexpr, SPAN: tl.constexpr,  # noqa: E741
+    BK: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -97,9 +98,8 @@ def _skinny_gemm(
         wt = tl.load(w_rows + kk[None, :], mask=r_ok[:, None] & ok[None, :], other=0.0, eviction_policy="evict_first")
         at = tl.load(a_columns + kk[:, None], mask=ok[:, None] & m_ok[None, :], other=0.0)
         acc = tl.dot(wt, at, acc, input_precision="ieee")
-    if HAS_BIAS:
-        if s == 0:
-            acc += tl.load(bias + r, mask=r_ok, other=0.0).to(tl.float32)[:, None]
+    if HAS_BIAS and s == 0:
+        acc += tl.load(bias + r, mask=r_ok, other=0.0).to(tl.float32)[:, None]
     o = out + s.to(tl.int64) * stride_os + m.to(tl.int64)[None, :] * stride_om + r[:, None]
     tl.store(o, acc.to(out.dtype.element_ty), mask=r_ok[:, None] & m_ok[None, :])
 
