@@ -67,12 +67,22 @@ class ServerProcess:
         response: admin_pb2.GetLoadResponse = self.admin.GetLoad(admin_pb2.GetLoadRequest(), timeout=10)
         return response
 
+    def live_requests(self) -> int:
+        """That the engine has."""
+        load = self.load()
+        return load.queued_requests + load.prefilling_requests + load.decoding_requests
+
     def status(self) -> admin_pb2.Status:
         status: admin_pb2.Status = self.admin.GetStatus(admin_pb2.GetStatusRequest(), timeout=10).status
         return status
 
     def pid_of(self, name: str) -> int:
         return next(worker.pid for worker in self.status().workers if worker.name == name)
+
+    def front_pids(self) -> list[int]:
+        """By the number of the front."""
+        fronts = [worker for worker in self.status().workers if worker.kind == admin_pb2.WORKER_KIND_FRONT]
+        return [worker.pid for worker in fronts]
 
     def processes(self) -> list[psutil.Process]:
         """Supervisor and all that it started."""
