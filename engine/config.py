@@ -7,6 +7,7 @@ from engine.errors import ConfigError
 BLOCK_SIZES = (8, 16, 32, 64)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
+KERNELS = ("auto", "reference")
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
 DEFAULT_CPU_KV_BYTES = 1 << 30
 
@@ -22,8 +23,10 @@ class EngineConfig:
     model's own context. ``max_num_seqs`` outputs in one batch; ``max_num_batched_tokens`` tokens in one step.
     ``pipeline_depth`` 1 = plain stepping, 2 = the next step is launched before the last one's tokens are known;
     None = 2 on cuda, and 1 on cpu, where nothing overlaps. ``max_queued_requests`` and ``max_queued_tokens`` bound
-    the waiting queue. ``show_progress`` draws a bar while weights load. ``random_weights``: a seed for random weights
+    the waiting queue. ``show_progress`` draws bars at the start. ``random_weights``: a seed for random weights
     of the shape that config.json describes, for a directory without weights; None = read its safetensors.
+    ``enforce_eager``: no CUDA graphs (they are used on cuda only). ``kernels`` "reference": the plain torch
+    operations, to compare with.
     """
 
     model: str
@@ -41,6 +44,8 @@ class EngineConfig:
     max_queued_tokens: int = 4 * 1024 * 1024
     show_progress: bool = False
     random_weights: int | None = None
+    enforce_eager: bool = False
+    kernels: str = "auto"
 
     def __post_init__(self) -> None:
         for holds, message in self._rules():
@@ -54,6 +59,11 @@ class EngineConfig:
 
         return [
             (self.device in DEVICES, f"device must be one of {', '.join(DEVICES)}, got {self.device!r}"),
+            (self.kernels in KERNELS, f"kernels must be one of {', '.join(KERNELS)}, got {self.kernels!r}"),
+            (
+                self.device == "cuda" or not self.enforce_eager,
+                "enforce_eager is for cuda; nothing is captured on a cpu",
+            ),
             (self.dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}"),
             (self.block_size in BLOCK_SIZES, f"block_size must be one of {BLOCK_SIZES}, got {self.block_size}"),
             (

@@ -11,20 +11,26 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from engine.block_manager import BlockManager
 from engine.config import EngineConfig
 from engine.errors import DuplicateRequest, InvalidRequest, Overloaded
-from engine.lifecycle import Lifecycle
+from engine.lifecycle import Lifecycle, StepResult
 from engine.limits import Limits
 from engine.load import LoadedModel, load_model
 from engine.outputs import EngineLoad, Event, FailReason, RequestSummary, StepOutput
 from engine.plan import StepPlan
 from engine.request import Request, State
 from engine.results import GenerationResult, collect_results
-from engine.runner import Runner, StepHandle
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
+
+
+class Step(Protocol):
+    """A launched step. `wait` blocks until its tokens are on the host."""
+
+    def wait(self) -> StepResult: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +61,14 @@ class Engine:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         loaded = load_model(config)
-        self._runner: Runner = loaded.runner
+        self._runner = loaded.runner
         self._depth = config.pipeline_depth or (2 if config.device == "cuda" else 1)
         self.info = _model_info(config, loaded, self._depth)
         limits = loaded.limits
         self.block_manager = BlockManager(limits.num_blocks, limits.block_size)
         self._scheduler = Scheduler(self.block_manager, config.max_num_seqs, config.max_num_batched_tokens)
         self._lifecycle = Lifecycle(self._scheduler, loaded.eos_token_ids)
-        self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
+        self._in_flight: deque[tuple[StepPlan, Step]] = deque()
         self._num_requests = 0
         self.last_step_time = time.monotonic()
 
@@ -214,6 +220,7 @@ class Engine:
     def close(self) -> None:
         """Drop what is in flight and the device memory. The engine cannot be used afterwards."""
         self._in_flight.clear()
+        self._runner.close()
         del self._runner
 
     def _take_events(self) -> list[Event]:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Union
 
 import torch
 
@@ -15,11 +15,18 @@ from engine.model.random_weights import random_weights
 from engine.model.transformer import Transformer, Weights, pack_weights
 from engine.runner import Runner
 from engine.sampling_params import SamplingParams
+from kernels import ops
+from kernels.reference import ops as reference_ops
+
+if TYPE_CHECKING:
+    from engine.cuda.runner import CudaRunner
+
+AnyRunner = Union[Runner, "CudaRunner"]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    runner: Runner
+    runner: AnyRunner
     model_config: ModelConfig
     limits: Limits
     fingerprint: str
@@ -30,7 +37,7 @@ class LoadedModel:
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
-    """Load weights, size the KV pool from what memory is left, and allocate it."""
+    """Load weights, size the KV pool from what memory is left, allocate it, and make everything ready for steps."""
     directory = Path(config.model)
     if not directory.is_dir():
         raise ModelError(f"{directory} is not a directory")
@@ -44,20 +51,19 @@ def load_model(config: EngineConfig) -> LoadedModel:
     device = _device(config)
     weights, fingerprint = _weights(config, model_config, DTYPES[dtype], device)
     bytes_per_token = kv_bytes_per_token(model_config, DTYPES[dtype])
+    kernels = reference_ops if config.kernels == "reference" else ops
+    model = Transformer(model_config, pack_weights(weights, kernels.pack_weight), kernels)
+    try:
+        runner, num_blocks = _runner(config, model, max_model_len, eos_token_ids, bytes_per_token)
+    except torch.OutOfMemoryError as error:
+        reason = str(error).split(". ")[0]
+        raise ConfigError(f"{reason}; lower max_num_batched_tokens, max_num_seqs or gpu_memory_utilization") from None
     limits = Limits(
         vocab_size=model_config.vocab_size,
         max_model_len=max_model_len,
-        num_blocks=_num_blocks(config, model_config, bytes_per_token, max_model_len),
+        num_blocks=num_blocks,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
-    )
-    runner = Runner(
-        Transformer(model_config, pack_weights(weights)),
-        num_blocks=limits.num_blocks,
-        block_size=config.block_size,
-        num_slots=config.max_num_seqs,
-        max_model_len=max_model_len,
-        eos_token_ids=eos_token_ids,
     )
     return LoadedModel(
         runner, model_config, limits, fingerprint, dtype, eos_token_ids, default_sampling, bytes_per_token
@@ -99,29 +105,64 @@ def _max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
     return wanted
 
 
-def _num_blocks(config: EngineConfig, model_config: ModelConfig, bytes_per_token: int, max_model_len: int) -> int:
-    """As asked for; else what the memory budget holds, but no more than all seats could ever fill."""
-    if config.num_gpu_blocks is not None:
-        return config.num_gpu_blocks
-    on_cpu = config.device == "cpu"
-    budget = config.cpu_kv_bytes or DEFAULT_CPU_KV_BYTES if on_cpu else _free_cuda_bytes(config, model_config)
+def _runner(
+    config: EngineConfig, model: Transformer, max_model_len: int, eos_token_ids: tuple[int, ...], bytes_per_token: int
+) -> tuple[AnyRunner, int]:
+    """The runner for the device, ready to launch, and the number of blocks in its pool."""
+    seats_can_fill = config.max_num_seqs * -(-max_model_len // config.block_size)
+    sizes: dict[str, Any] = {
+        "block_size": config.block_size,
+        "num_slots": config.max_num_seqs,
+        "max_model_len": max_model_len,
+        "eos_token_ids": eos_token_ids,
+    }
+    if config.device == "cpu" or config.kernels == "reference":
+        num_blocks = config.num_gpu_blocks or min(_blocks_in_budget(config, model, bytes_per_token), seats_can_fill)
+        return Runner(model, num_blocks=num_blocks, **sizes), num_blocks
+
+    # Its kernels need Triton, which an installation for CPUs may lack.
+    from engine.cuda.memory import blocks_that_fit
+    from engine.cuda.runner import CudaRunner
+
+    def make_runner(num_blocks: int) -> CudaRunner:
+        return CudaRunner(model, num_blocks=num_blocks, max_batched_tokens=config.max_num_batched_tokens, **sizes)
+
+    share = config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION
+    num_blocks = config.num_gpu_blocks or min(
+        blocks_that_fit(
+            make_runner,
+            share,
+            bytes_per_token * config.block_size,
+            config.max_num_batched_tokens,
+            graphs=not config.enforce_eager,
+        ),
+        seats_can_fill,
+    )
+    runner = make_runner(num_blocks)
+    runner.warm_up()
+    if not config.enforce_eager:
+        runner.capture(config.show_progress)
+    return runner, num_blocks
+
+
+def _blocks_in_budget(config: EngineConfig, model: Transformer, bytes_per_token: int) -> int:
+    """Of the CPU's budget, or of the card's share that the plain runner leaves: a generous guess of a step."""
+    if config.device == "cpu":
+        budget = config.cpu_kv_bytes or DEFAULT_CPU_KV_BYTES
+    else:
+        free, total = torch.cuda.mem_get_info()
+        shape = model.config
+        activations = config.max_num_batched_tokens * (4 * shape.intermediate_size + 4 * shape.hidden_size) * 4
+        logits = config.max_num_seqs * shape.vocab_size * 4 * 8
+        share = config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION
+        budget = int(total * share) - (total - free) - activations - logits
     blocks = budget // (bytes_per_token * config.block_size)
     if blocks < 1:
         raise ConfigError(
             f"no memory is left for KV blocks ({max(budget, 0)} bytes); raise the memory budget "
             "or lower max_num_batched_tokens, max_num_seqs or the model's size"
         )
-    return min(blocks, config.max_num_seqs * -(-max_model_len // config.block_size))
-
-
-def _free_cuda_bytes(config: EngineConfig, model_config: ModelConfig) -> int:
-    """The card's share we may use, less what is in use now, less room for a step's activations and logits."""
-    free, total = torch.cuda.mem_get_info()
-    widest = 4 * model_config.intermediate_size + 4 * model_config.hidden_size
-    activations = config.max_num_batched_tokens * widest * 4
-    logits = config.max_num_seqs * model_config.vocab_size * 4 * 8
-    share = config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION
-    return int(total * share) - (total - free) - activations - logits
+    return blocks
 
 
 def _eos_token_ids(generation: dict[str, Any], raw: dict[str, Any], model_config: ModelConfig) -> tuple[int, ...]:

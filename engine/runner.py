@@ -38,7 +38,7 @@ class StepHandle:
         )
 
 
-def _allocate_kv(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def allocate_kv(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """The KV pool. Unwritten KV is never read, so it is not cleared. Raises `ConfigError` when memory does not do."""
     try:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -65,7 +65,7 @@ class Runner:
         device, dtype = embedding.device, embedding.dtype
         self._model = model
         shape = (config.num_layers, 2, num_blocks, block_size, config.num_kv_heads, config.head_dim)
-        self.kv_cache = _allocate_kv(shape, dtype, device)
+        self.kv_cache = allocate_kv(shape, dtype, device)
         self._state = SamplingState(num_slots, config.vocab_size, eos_token_ids, device)
         self._sampler = Sampler(self._state, eos_token_ids)
         cos_sin = cos_sin_table(config, max_model_len).to(device)
@@ -89,6 +89,9 @@ class Runner:
             logits_RV = self._model.logits(hidden_TH.index_select(0, inputs.sample_rows))
             sampled = self._sampler.sample(logits_RV, inputs.samples)
         return StepHandle(sampled, inputs, prompt)
+
+    def close(self) -> None:
+        """Nothing to end; memory goes with the object."""
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         sources, destinations = torch.tensor(copies, device=self.kv_cache.device).unbind(1)

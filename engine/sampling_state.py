@@ -122,7 +122,11 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     ]
 
 
-_TORCH_TYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.float32): torch.float32}
+_TORCH_TYPES = {
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.float32): torch.float32,
+}
 
 
 def stop_ids(output: Output, eos_token_ids: tuple[int, ...]) -> list[int]:

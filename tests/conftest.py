@@ -12,7 +12,7 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Triton's decorators read this when kernels are imported: on a CPU the same kernels run in its interpreter.
-if not any("cuda" in argument for argument in sys.argv):
+if not {"cuda", "--device=cuda"} & set(sys.argv):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 MODELS = Path(__file__).resolve().parent.parent / "models"

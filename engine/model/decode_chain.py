@@ -108,7 +108,7 @@ class DecodeChain:
 
     def _partial(self, a_BI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, pdl: bool) -> Tensor:
         """Partial sums [S, B, O] in the shared buffer, which the next kernel reads and nobody after it."""
-        tile = skinny_tile("gemm", *weight_OI.shape, len(a_BI))
+        tile = skinny_tile("gemm", weight_OI.shape[0], weight_OI.shape[1], len(a_BI))
         shape = (tile.splits, len(a_BI), len(weight_OI))
         out_SBO = self._buffers.partial_floats[: shape[0] * shape[1] * shape[2]].view(shape)
         skinny_gemm.skinny_gemm(a_BI, weight_OI, bias_O, out_SBO, tile, pdl=pdl)
@@ -195,7 +195,7 @@ class DecodeBuffers:
     def _partial_floats(model: Transformer, max_rows: int) -> int:
         layer = model.weights.layers[0]
         return max(
-            skinny_tile("gemm", *weight.shape, rows).splits * rows * len(weight)
+            skinny_tile("gemm", weight.shape[0], weight.shape[1], rows).splits * rows * len(weight)
             for weight in (layer.qkv, layer.o, layer.down)
             for rows in range(1, max_rows + 1)
         )

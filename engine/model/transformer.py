@@ -4,7 +4,9 @@ Shapes: T tokens of the step, H hidden, N query heads, K KV heads, D head_dim, A
 L layers, R rows that need logits.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -41,19 +43,13 @@ class Weights:
     head_VH: Tensor
 
 
-def pack_weights(weights: Weights) -> Weights:
-    """The same weights with every matrix as `ops.linear` reads it fastest; the embedding stays as it is."""
+def pack_weights(weights: Weights, pack: Callable[[Tensor], Tensor] = ops.pack_weight) -> Weights:
+    """The same weights with every matrix as its product reads it fastest; the embedding stays as it is."""
     layers = tuple(
-        replace(
-            layer,
-            qkv=ops.pack_weight(layer.qkv),
-            o=ops.pack_weight(layer.o),
-            gate_up=ops.pack_weight(layer.gate_up),
-            down=ops.pack_weight(layer.down),
-        )
+        replace(layer, qkv=pack(layer.qkv), o=pack(layer.o), gate_up=pack(layer.gate_up), down=pack(layer.down))
         for layer in weights.layers
     )
-    return replace(weights, layers=layers, head_VH=ops.pack_weight(weights.head_VH))
+    return replace(weights, layers=layers, head_VH=pack(weights.head_VH))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,26 +70,30 @@ class ForwardBatch:
 class Transformer:
     """Runs the layers. Owns nothing that changes: weights are read-only, the KV cache is the caller's."""
 
-    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, kernels: ModuleType = ops) -> None:
+        """``kernels``: where the operations come from, `kernels.ops` or `kernels.reference.ops`."""
         self.config = config
         self.weights = weights
         self._scale = config.head_dim**-0.5
+        self._ops = kernels
+        # Where it costs next to nothing the residual stream keeps all of its bits over the layers.
+        self._residual_dtype = torch.float32 if weights.embedding_VH.is_cuda else weights.embedding_VH.dtype
 
     def hidden_states(self, batch: ForwardBatch, kv_cache: Tensor) -> Tensor:
         """Final-norm hidden states [T, H]; writes the tokens' KV into ``kv_cache`` [L, 2, blocks, block_size, K, D]."""
         eps = self.config.norm_eps
-        residual = self.weights.embedding_VH.index_select(0, batch.token_ids_T)
-        normed = ops.rmsnorm(residual, self.weights.layers[0].input_norm_H, eps)
+        residual = self.weights.embedding_VH.index_select(0, batch.token_ids_T).to(self._residual_dtype)
+        normed = self._ops.rmsnorm(residual, self.weights.layers[0].input_norm_H, eps)
         for index, layer in enumerate(self.weights.layers):
             attended = self._attention(normed, layer, batch, kv_cache[index, 0], kv_cache[index, 1])
-            normed, residual = ops.add_rmsnorm(attended, residual, layer.post_norm_H, eps)
+            normed, residual = self._ops.add_rmsnorm(attended, residual, layer.post_norm_H, eps)
             out = self._mlp(normed, layer)
-            normed, residual = ops.add_rmsnorm(out, residual, self._next_norm(index), eps)
+            normed, residual = self._ops.add_rmsnorm(out, residual, self._next_norm(index), eps)
         return normed
 
     def logits(self, hidden_RH: Tensor) -> Tensor:
         """Logits [R, V] in float32."""
-        return ops.linear_float32(hidden_RH, self.weights.head_VH)
+        return self._ops.linear_float32(hidden_RH, self.weights.head_VH)
 
     def _next_norm(self, index: int) -> Tensor:
         layers = self.weights.layers
@@ -103,27 +103,27 @@ class Transformer:
         self, normed_TH: Tensor, layer: LayerWeights, batch: ForwardBatch, k_cache: Tensor, v_cache: Tensor
     ) -> Tensor:
         config = self.config
-        qkv_TAD = ops.linear(normed_TH, layer.qkv, layer.qkv_bias).unflatten(1, (-1, config.head_dim))
+        qkv_TAD = self._ops.linear(normed_TH, layer.qkv, layer.qkv_bias).unflatten(1, (-1, config.head_dim))
         head_norms = None
         if layer.q_norm_D is not None and layer.k_norm_D is not None:
             head_norms = ops.HeadNorms(layer.q_norm_D, layer.k_norm_D, config.norm_eps)
-        q_TND = ops.rope_and_store(
+        q_TND = self._ops.rope_and_store(
             qkv_TAD, config.num_kv_heads, batch.cos_sin_TD, k_cache, v_cache, batch.slots_T, head_norms
         )
         attended_TND = self._attend(q_TND, batch, k_cache, v_cache)
-        return ops.linear(attended_TND.flatten(1), layer.o, layer.o_bias)
+        return self._ops.linear(attended_TND.flatten(1), layer.o, layer.o_bias)
 
     def _attend(self, q_TND: Tensor, batch: ForwardBatch, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         if batch.prefill is None:
             assert batch.decode is not None
-            return ops.paged_decode_attention(q_TND, k_cache, v_cache, batch.decode, self._scale)
+            return self._ops.paged_decode_attention(q_TND, k_cache, v_cache, batch.decode, self._scale)
         out_TND = torch.empty(q_TND.shape, dtype=q_TND.dtype, device=q_TND.device)
         if batch.decode is not None:
             rows = slice(0, batch.num_decode)
-            out_TND[rows] = ops.paged_decode_attention(q_TND[rows], k_cache, v_cache, batch.decode, self._scale)
-        ops.paged_prefill_attention(q_TND, k_cache, v_cache, batch.prefill, self._scale, out_TND)
+            out_TND[rows] = self._ops.paged_decode_attention(q_TND[rows], k_cache, v_cache, batch.decode, self._scale)
+        self._ops.paged_prefill_attention(q_TND, k_cache, v_cache, batch.prefill, self._scale, out_TND)
         return out_TND
 
     def _mlp(self, normed_TH: Tensor, layer: LayerWeights) -> Tensor:
-        gate_up = ops.linear(normed_TH, layer.gate_up, layer.gate_up_bias)
-        return ops.linear(ops.silu_mul(gate_up), layer.down, layer.down_bias)
+        gate_up = self._ops.linear(normed_TH, layer.gate_up, layer.gate_up_bias)
+        return self._ops.linear(self._ops.silu_mul(gate_up), layer.down, layer.down_bias)

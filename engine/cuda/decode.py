@@ -1,0 +1,105 @@
+"""Decode steps on a GPU: the chain and the sampling of its logits, each as a CUDA graph per batch bucket."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.model.decode_chain import MAX_SKINNY, DecodeBuffers, DecodeChain
+from kernels import ops
+from kernels.ops import SamplingOut, SamplingStages, SamplingTensors
+from kernels.reference.step import DecodeRows
+
+# A batch that wants no more than noise is sampled by two kernels; any other by all stages.
+PLAIN = SamplingStages(noise=True)
+FULL = SamplingStages(penalties=True, bias=True, stops=True, filters=True, noise=True)
+
+
+def decode_buckets(max_rows: int) -> list[int]:
+    """Batch sizes that have a graph: powers of two to 8, then steps that keep padding small, and ``max_rows``."""
+    sizes = [1, 2, 4, 8, *range(16, 65, 8), *range(80, 129, 16), *range(160, 1025, 32)]
+    return [size for size in sizes if size < max_rows] + [max_rows]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Graphs:
+    forward: torch.cuda.CUDAGraph
+    samplings: dict[SamplingStages, torch.cuda.CUDAGraph]
+
+
+class Decode:
+    """Runs decode rows. ``logits_BV`` and ``out`` are static: the next launch in the stream overwrites them."""
+
+    def __init__(
+        self,
+        chain: DecodeChain,
+        buffers: DecodeBuffers,
+        rows: DecodeRows,
+        state: SamplingTensors,
+        out: SamplingOut,
+        max_rows: int,
+    ) -> None:
+        self._chain, self._buffers, self._rows, self._state, self.out = chain, buffers, rows, state, out
+        self._buckets = decode_buckets(max_rows)
+        self._graphs: dict[int, _Graphs] = {}
+
+    @property
+    def buckets(self) -> list[int]:
+        return self._buckets
+
+    @property
+    def num_graphs(self) -> int:
+        return sum(1 + len(graphs.samplings) for graphs in self._graphs.values())
+
+    def bucket(self, num_rows: int) -> int:
+        """The smallest batch size with room for ``num_rows`` rows."""
+        return next(size for size in self._buckets if size >= num_rows)
+
+    def logits(self, bucket: int) -> Tensor:
+        return self._buffers.logits_BV[:bucket]
+
+    def forward(self, bucket: int) -> None:
+        """Launch the layers for the first ``bucket`` rows."""
+        graphs = self._graphs.get(bucket)
+        if graphs is None:
+            self._chain.run(bucket, pdl=False)
+        else:
+            graphs.forward.replay()
+
+    def sample(self, bucket: int, stages: SamplingStages) -> None:
+        """Launch the sampling of those rows into ``out``."""
+        graphs = self._graphs.get(bucket)
+        wanted = PLAIN if _is_plain(stages) else FULL
+        if graphs is None or stages.processed:
+            self._sample(bucket, stages)
+        else:
+            graphs.samplings[wanted].replay()
+
+    def capture(self, bucket: int, pool: "torch.cuda._POOL_HANDLE", stream: torch.cuda.Stream) -> None:
+        """The graphs of one bucket. All rows are padding meanwhile, so nothing is written."""
+        pdl = bucket <= MAX_SKINNY
+        self._chain.run(bucket, pdl=pdl)  # kernels are compiled and loaded before the capture
+        stream.synchronize()
+        forward = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(forward, pool=pool, stream=stream):
+            self._chain.run(bucket, pdl=pdl)
+        samplings = {}
+        for stages in (PLAIN, FULL):
+            self._sample(bucket, stages)
+            stream.synchronize()
+            samplings[stages] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(samplings[stages], pool=pool, stream=stream):
+                self._sample(bucket, stages)
+        self._graphs[bucket] = _Graphs(forward, samplings)
+
+    def close(self) -> None:
+        self._graphs.clear()
+
+    def _sample(self, bucket: int, stages: SamplingStages) -> None:
+        out = SamplingOut(self.out.tokens_R[:bucket], self.out.best_R[:bucket])
+        positions_B = self._buffers.inputs_of(bucket).next_positions_B
+        ops.sample(self.logits(bucket), self._rows.row_slots_B[:bucket], positions_B, self._state, stages, out)
+
+
+def _is_plain(stages: SamplingStages) -> bool:
+    return not (stages.penalties or stages.bias or stages.stops or stages.filters)
