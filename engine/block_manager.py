@@ -4,6 +4,7 @@ A *logical* block is what a request holds; a *physical* block is a place in the 
 the same pool in host memory). The map between both lives here alone, so a block can move without its holder noticing.
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 
@@ -25,6 +26,7 @@ class BlockManager:
         self._free_physical = list(range(num_blocks - 1, -1, -1))
         self._physical: list[int] = [-1] * num_blocks
         self._ref_count: list[int] = [0] * num_blocks
+        self._versions = itertools.count(1)
 
     @property
     def num_free(self) -> int:
@@ -63,6 +65,10 @@ class BlockManager:
     def is_shared(self, block: int) -> bool:
         return self._ref_count[block] > 1
 
+    def new_version(self) -> int:
+        """A number above 0 that no list of blocks had before."""
+        return next(self._versions)
+
     def physical(self, block: int) -> int:
         """Where a held block lies."""
         place = self._physical[block]
@@ -85,13 +91,18 @@ class BlockManager:
 class PagedKVCache:
     """One output's KV: an ordered list of logical blocks. Owns one reference to each until `release`.
 
-    ``physical_blocks`` mirrors the list in physical terms; it is what a block-table row is made of.
+    ``physical_blocks`` mirrors the list in physical terms; it is what a block-table row is made of, and it is shared
+    with readers: it grows, and copy-on-write may replace an entry, but blocks given back never show in a list that was
+    handed out. ``version`` changes with every change of it, and no other list of the manager ever has the same one,
+    but for 0, the empty list. Positions below ``writable_until`` can be written now, from where writing stands.
     """
 
     def __init__(self, manager: BlockManager) -> None:
         self._manager = manager
         self.blocks: list[int] = []
         self.physical_blocks: list[int] = []
+        self.version = 0
+        self.writable_until = 0
 
     def blocks_missing(self, num_tokens: int, write_from: int) -> int:
         """New blocks needed to write tokens ``[write_from, num_tokens)``, a copy of a shared last block included."""
@@ -99,12 +110,14 @@ class PagedKVCache:
         return max(missing, 0) + (self._shared_block_at(write_from) is not None)
 
     def prepare_write(self, num_tokens: int, write_from: int) -> list[tuple[int, int]]:
-        """Make ``[write_from, num_tokens)`` writable by this cache alone.
+        """Make ``[write_from, num_tokens)`` writable by this cache alone. Writing never goes back.
 
         Returns the physical (source, destination) copies that must run before the write: a partly filled block
         that others still read is replaced by a copy. Raises `NoFreeBlocks`, and then nothing has changed.
         """
         new = self._manager.allocate(self.blocks_missing(num_tokens, write_from))
+        if new:
+            self.version = self._manager.new_version()
         copies = []
         if (index := self._shared_block_at(write_from)) is not None:
             copies.append((self.physical_blocks[index], self._manager.physical(new[0])))
@@ -113,18 +126,22 @@ class PagedKVCache:
         for block in new:
             self.blocks.append(block)
             self.physical_blocks.append(self._manager.physical(block))
+        self.writable_until = len(self.blocks) * self._manager.block_size
         return copies
 
     def fork(self) -> "PagedKVCache":
         """A second cache over the same blocks; whoever writes a shared block first gets a copy of it."""
         twin = PagedKVCache(self._manager)
         twin.blocks, twin.physical_blocks = list(self.blocks), list(self.physical_blocks)
+        twin.version = self._manager.new_version()
+        self.writable_until = 0
         self._manager.share(twin.blocks)
         return twin
 
     def release(self) -> None:
-        """Give every block back; the cache is empty afterwards."""
+        """Give every block back; the cache is empty afterwards, with lists of its own."""
         blocks, self.blocks, self.physical_blocks = self.blocks, [], []
+        self.version = self.writable_until = 0
         self._manager.release(blocks)
 
     def _shared_block_at(self, position: int) -> int | None:

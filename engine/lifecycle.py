@@ -20,7 +20,7 @@ from engine.outputs import (
     TokenOutput,
     Usage,
 )
-from engine.plan import PlanRow, Sample, StepPlan
+from engine.plan import PlanRow, StepPlan
 from engine.request import Output, Request, State
 from engine.scheduler import Scheduler
 
@@ -53,6 +53,8 @@ class Lifecycle:
 
     def add(self, request: Request) -> None:
         """Take over a new request."""
+        params = request.params
+        request.end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
         self.live[request.id] = request
         self.num_queued += 1
         self.num_queued_tokens += len(request.prompt)
@@ -139,17 +141,16 @@ class Lifecycle:
                 self._left_queue(request)
                 prompt_tokens, cached = len(request.prompt), request.cached_prompt_tokens
                 self.events.append(Started(request.id, now, prompt_tokens, cached, request.seed, request.max_tokens))
-        self.prompt_tokens_computed += sum(row.count for row in plan.rows if not row.is_decode)
+        self.prompt_tokens_computed += plan.num_chunk_tokens
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> None:
         """Fill the plan's pending tokens and end what they end. Rows of ended outputs or older epochs are dropped."""
-        position = 0
-        for number, row in enumerate(plan.rows):
+        chunks = plan.rows[plan.num_decode :]
+        for number, row in enumerate(chunks, plan.num_decode):
             if row.prompt_logprobs is not None and row.output.request.id in self.live:
                 self._commit_prompt(row.output.request, row.prompt_logprobs[0], result.prompt_logprobs[number], now)
-            for sample in row.samples:
-                self._commit_sample(sample, result, position, now)
-                position += 1
+        self._commit_samples(plan, result, now)
+        for row in chunks:
             if row.completes_request:
                 self._complete_scoring(row, now)
 
@@ -160,32 +161,36 @@ class Lifecycle:
             return
         self.events.append(PromptLogprobs(request.id, first, entries))
 
-    def _commit_sample(self, sample: Sample, result: StepResult, position: int, now: float) -> None:
-        output = sample.output
-        if output.state is State.FINISHED or output.epoch != sample.epoch:
-            self.tokens_discarded += 1
-            return
-        request, token_id = output.request, result.tokens[position]
-        if result.is_nan[position]:
-            message = f"the model gave NaN logits at position {sample.position} of output {output.index}"
-            self.fail(request, FailReason.NAN_LOGITS, message, now)
-            return
-        output.num_pending -= 1
-        output.token_ids.append(token_id)
-        self.tokens_generated += 1
-        if request.first_token is None:
-            request.first_token = now
-        self.events.append(TokenOutput(request.id, output.index, token_id, result.logprobs[position]))
-        self._end_if_stopped(output, token_id, now)
+    def _commit_samples(self, plan: StepPlan, result: StepResult, now: float) -> None:
+        samples = [sample for row in plan.rows for sample in row.samples]
+        for sample, token_id, is_nan, logprob in zip(
+            samples, result.tokens, result.is_nan, result.logprobs, strict=True
+        ):
+            output = sample.output
+            request = output.request
+            if output.state is State.FINISHED or output.epoch != sample.epoch:
+                self.tokens_discarded += 1
+                continue
+            if is_nan:
+                message = f"the model gave NaN logits at position {sample.position} of output {output.index}"
+                self.fail(request, FailReason.NAN_LOGITS, message, now)
+                continue
+            output.token_ids.append(token_id)
+            self.tokens_generated += 1
+            if request.first_token is None:
+                request.first_token = now
+            self.events.append(TokenOutput(request.id, output.index, token_id, logprob))
+            if token_id in request.end_ids or len(output.token_ids) == request.max_tokens:
+                self._end(output, token_id, now)
 
-    def _end_if_stopped(self, output: Output, token_id: int, now: float) -> None:
+    def _end(self, output: Output, token_id: int, now: float) -> None:
+        """By its last token, an EOS or stop id, or else by its length."""
         request = output.request
-        if token_id in self._eos and not request.params.ignore_eos:
-            self._finish(output, FinishReason.STOP, now, token_id, is_eos=True)
-        elif token_id in request.params.stop_token_ids:
-            self._finish(output, FinishReason.STOP, now, token_id)
-        elif len(output.token_ids) == request.max_tokens:
+        if token_id not in request.end_ids:
             self._finish(output, FinishReason.LENGTH, now)
+        else:
+            is_eos = token_id in self._eos and not request.params.ignore_eos
+            self._finish(output, FinishReason.STOP, now, token_id, is_eos)
 
     def _complete_scoring(self, row: PlanRow, now: float) -> None:
         """The prompt of a max_tokens = 0 request is computed: that is all it wanted."""

@@ -58,7 +58,7 @@ class PromptLogprobs:
     entries: tuple[TokenLogprob, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would double its cost: there is one for each token
 class TokenOutput:
     request_id: str
     output_index: int

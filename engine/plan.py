@@ -4,8 +4,11 @@ from dataclasses import dataclass, field
 
 from engine.request import Output
 
+# Rows and samples are made anew for each output in each step. They are to be read only, but not frozen: that would
+# double what they cost.
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class Sample:
     """One token to sample from a row's last logits, into ``output``'s slot.
 
@@ -19,10 +22,12 @@ class Sample:
     suppress_stops: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PlanRow:
     """Compute tokens ``[start, start + count)`` of ``output``, KV into ``blocks`` (physical ids).
 
+    ``blocks`` is the cache's own list: it may be longer than this row needs, and later plans change it, so it is read
+    when the plan is launched. The same ``blocks_version`` means the same content; no two lists share one.
     ``from_device``: the one input token is the output's last sampled one and is read from its device slot.
     ``samples`` is empty for a chunk that does not reach the last known token; the first row of a request with n
     outputs carries n. ``prompt_logprobs``: logprobs are wanted for prompt positions ``[first, first + number)``.
@@ -34,6 +39,7 @@ class PlanRow:
     start: int
     count: int
     blocks: list[int]
+    blocks_version: int
     from_device: bool
     samples: tuple[Sample, ...] = ()
     prompt_logprobs: tuple[int, int] | None = None
@@ -48,16 +54,30 @@ class PlanRow:
 class StepPlan:
     """Rows to compute, block copies (physical source, destination) to run before, slots whose state must be set.
 
-    Decode rows come first. ``admitted`` outputs enter the batch in this step: their sampling state is written to
-    their slots before the forward pass.
+    The first ``num_decode`` rows decode: one token, read from the device, and one sample each. ``admitted`` outputs
+    enter the batch in this step: their sampling state is written to their slots before the forward pass.
     """
 
     number: int
     rows: list[PlanRow] = field(default_factory=list)
+    num_decode: int = 0
     copies: list[tuple[int, int]] = field(default_factory=list)
     admitted: list[Output] = field(default_factory=list)
     preempted: list[Output] = field(default_factory=list)
 
+    def add(self, row: PlanRow) -> None:
+        """A row behind those of its kind."""
+        if row.from_device:
+            self.rows.insert(self.num_decode, row)
+            self.num_decode += 1
+        else:
+            self.rows.append(row)
+
+    @property
+    def num_chunk_tokens(self) -> int:
+        """Tokens of the rows that do not decode."""
+        return sum(row.count for row in self.rows[self.num_decode :])
+
     @property
     def num_tokens(self) -> int:
-        return sum(row.count for row in self.rows)
+        return self.num_decode + self.num_chunk_tokens

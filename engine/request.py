@@ -9,6 +9,7 @@ from enum import Enum
 from engine.block_manager import PagedKVCache
 from engine.outputs import FinishReason
 from engine.sampling_params import SamplingParams
+from engine.tenants import TenantAccount
 
 
 class State(Enum):
@@ -21,7 +22,12 @@ class State(Enum):
 
 
 class Request:
-    """What the client asked for, and its ``n`` outputs. Owned by the scheduler; everybody else reads."""
+    """What the client asked for, and its ``n`` outputs. Owned by the scheduler; everybody else reads.
+
+    ``num_computable``: tokens of an output that are ever fed to the model, which the last sampled one is not.
+    ``stops_from``: the position from which on a token may end an output, which those of ``end_ids`` then do.
+    ``account``: its tenant's, while it is live.
+    """
 
     def __init__(
         self,
@@ -48,6 +54,7 @@ class Request:
         self.arrival = arrival
         self.priority = priority
         self.tenant = tenant
+        self.account = TenantAccount()
         self.deadline = deadline  # hard: the request fails
         self.queue_deadline = queue_deadline  # hard while never scheduled
         self.stop_time = stop_time  # soft: finishes with TIME_LIMIT
@@ -56,6 +63,9 @@ class Request:
         self.preemptions = 0
         self.cached_prompt_tokens = 0
         self.prompt_logprobs_sent = 0
+        self.num_computable = len(prompt) + max(max_tokens - 1, 0)
+        self.stops_from = len(prompt) + params.min_tokens
+        self.end_ids = frozenset(params.stop_token_ids)
         self.outputs = [Output(self, index) for index in range(params.n)]
 
     @property
@@ -71,8 +81,9 @@ class Request:
 class Output:
     """One of the n sequences of a request: prompt, then generated tokens.
 
-    ``token_ids`` are committed; ``num_pending`` more are sampled on the device and not yet known here (0 to
-    depth). ``epoch`` grows whenever a launched row must no longer count; commit drops rows of an older epoch.
+    ``token_ids`` are committed. ``num_tokens`` counts the prompt, those, and the tokens that are sampled on the device
+    and not yet known here (0 to depth). ``epoch`` grows whenever a launched row must no longer count; commit drops rows
+    of an older epoch.
     """
 
     def __init__(self, request: Request, index: int) -> None:
@@ -80,7 +91,7 @@ class Output:
         self.index = index
         self.state = State.WAITING
         self.token_ids: list[int] = []
-        self.num_pending = 0
+        self.num_tokens = len(request.prompt)
         self.num_computed_tokens = 0
         self.epoch = 0
         self.slot = -1
@@ -88,20 +99,9 @@ class Output:
         self.finish_reason: FinishReason | None = None
 
     @property
-    def num_tokens(self) -> int:
-        return len(self.request.prompt) + self.num_output_tokens
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Generated tokens, those still on the device included."""
-        return len(self.token_ids) + self.num_pending
-
-    @property
-    def wants_step(self) -> bool:
-        """Something is left to compute: not when its last token is already being sampled."""
-        if self.num_output_tokens >= max(self.request.max_tokens, 1):
-            return False
-        return self.num_computed_tokens < self.num_tokens
+    def num_pending(self) -> int:
+        """Tokens sampled on the device and not yet known here. Means nothing once the output has ended."""
+        return self.num_tokens - len(self.request.prompt) - len(self.token_ids)
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Committed token ids at positions ``[start, stop)``."""

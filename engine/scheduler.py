@@ -3,6 +3,8 @@
 One token budget per step. Outputs one token behind (decoding) go first, then chunks of longer ones, then outputs are
 admitted from the waiting queue, whole prompts' blocks reserved. When a decoding output finds no block, the worst
 output not yet in the plan is preempted: it gives its blocks back and recomputes later.
+
+What runs for every output in every step is short and makes nothing but the row; whatever is rare pays for itself.
 """
 
 from bisect import insort
@@ -10,7 +12,8 @@ from bisect import insort
 from engine.block_manager import BlockManager, PagedKVCache
 from engine.plan import PlanRow, Sample, StepPlan
 from engine.request import Output, Request, State
-from engine.waiting import TenantCounters, WaitingQueue
+from engine.tenants import OUTPUT_TOKEN_WEIGHT, TenantCounters
+from engine.waiting import WaitingQueue
 
 
 def _running_order(output: Output) -> tuple[int, int, int]:
@@ -18,23 +21,29 @@ def _running_order(output: Output) -> tuple[int, int, int]:
     return -output.request.priority, output.request.number, output.index
 
 
+def _badness(output: Output) -> tuple[int, int, int, int]:
+    """The highest is preempted first: lowest priority, then whose tenant used most, then who came last."""
+    request = output.request
+    return -request.priority, request.account.counter, request.number, output.index
+
+
 class Scheduler:
     """Owns the queues, the seats (device slots) and every output's cache."""
 
     def __init__(self, manager: BlockManager, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         self.manager = manager
-        self.counters = TenantCounters()
-        self.waiting = WaitingQueue(self.counters)
+        self.waiting = WaitingQueue()
         self.running: list[Output] = []
         self.num_preemptions = 0
         self.num_steps = 0
+        self._tenants = TenantCounters()
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
 
     def add(self, request: Request) -> None:
         """Queue a new request; its first output stands for all of them until the prompt is computed."""
-        self.counters.enter(request.tenant)
+        request.account = self._tenants.enter(request.tenant)
         for output in request.outputs[1:]:
             output.state = State.FORKED
         self.waiting.push(request.outputs[0])
@@ -42,7 +51,7 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing can be computed now.
 
-        Advances ``num_computed_tokens`` and adds one pending token per sample; `Scheduler` users fill it by commit.
+        Advances ``num_computed_tokens`` and adds one pending token per sample, which commit fills.
         """
         plan = StepPlan(self.num_steps)
         budget = self._schedule_running(plan, self._max_num_batched_tokens)
@@ -50,7 +59,6 @@ class Scheduler:
             self._admit(plan, budget)
         if not plan.rows:
             return None
-        plan.rows.sort(key=lambda row: not row.is_decode)
         self.num_steps += 1
         return plan
 
@@ -64,7 +72,7 @@ class Scheduler:
         output.state = State.FINISHED
         self._vacate(output)
         if output.request.finished:
-            self.counters.leave(output.request.tenant)
+            self._tenants.leave(output.request.tenant)
 
     def check(self, live: list[Request]) -> None:
         """Assert every invariant; to be called between steps."""
@@ -76,42 +84,54 @@ class Scheduler:
         assert sorted(held + self._free_slots) == list(range(self._max_num_seqs)), "slots are lost or doubled"
         for output in outputs:
             assert 0 <= output.num_computed_tokens <= output.num_tokens
+            assert output.state is State.FINISHED or output.num_pending >= 0, "more tokens are known than were sampled"
             assert (output.cache is not None) == (output.state is State.RUNNING), "only running outputs hold blocks"
 
     # -- running ------------------------------------------------------------------------------------------------
 
     def _schedule_running(self, plan: StepPlan, budget: int) -> int:
-        due = [output for output in self.running if output.wants_step]
-        behind_by_one = [output for output in due if output.num_tokens - output.num_computed_tokens == 1]
-        further_behind = [output for output in due if output.num_tokens - output.num_computed_tokens > 1]
-        waiting_for_plan = {id(output): output for output in self.running}
-        for output in behind_by_one + further_behind:
+        """Rows for outputs one token behind, then for those further behind. Returns what is left of the budget."""
+        further_behind = []
+        for output in self.running.copy():  # preemption takes outputs out of the list, forks put some in
+            behind = output.num_tokens - output.num_computed_tokens
+            if output.num_computed_tokens >= output.request.num_computable or output.state is not State.RUNNING:
+                continue
+            if behind > 1:
+                further_behind.append(output)
+            elif budget == 0:
+                return 0
+            elif self._make_room(output, 1, plan):
+                self._add_row(plan, output, 1)
+                budget -= 1
+        for output in further_behind:
             count = min(output.num_tokens - output.num_computed_tokens, budget)
             if count == 0:
-                break
-            if output.state is State.RUNNING and self._make_room(output, count, plan, waiting_for_plan):
-                del waiting_for_plan[id(output)]
+                return 0
+            if output.state is State.RUNNING and self._make_room(output, count, plan):
                 self._add_row(plan, output, count)
                 budget -= count
         return budget
 
-    def _make_room(self, output: Output, count: int, plan: StepPlan, candidates: dict[int, Output]) -> bool:
-        """Blocks for ``count`` more tokens, preempting the worst candidates; False when it is the worst itself."""
-        assert output.cache is not None
-        start = output.num_computed_tokens
-        while output.cache.blocks_missing(start + count, start) > self.manager.num_free:
-            victim = max(candidates.values(), key=self._badness)
-            del candidates[id(victim)]
+    def _make_room(self, output: Output, count: int, plan: StepPlan) -> bool:
+        """Blocks for ``count`` more tokens, preempting the worst outputs; False when it is the worst itself."""
+        cache, start = output.cache, output.num_computed_tokens
+        assert cache is not None
+        if start + count <= cache.writable_until:
+            return True
+        while cache.blocks_missing(start + count, start) > self.manager.num_free:
+            victim = max(self._not_in(plan), key=_badness)
             self._preempt(victim)
             plan.preempted.append(victim)
             if victim is output:
                 return False
-        plan.copies.extend(output.cache.prepare_write(start + count, start))
+        plan.copies.extend(cache.prepare_write(start + count, start))
         return True
 
-    def _badness(self, output: Output) -> tuple[int, int, int, int]:
-        request = output.request
-        return -request.priority, self.counters[request.tenant], request.number, output.index
+    def _not_in(self, plan: StepPlan) -> list[Output]:
+        """Running outputs that the plan neither computes nor samples."""
+        planned = {id(row.output) for row in plan.rows}
+        planned.update(id(sample.output) for row in plan.rows for sample in row.samples)
+        return [output for output in self.running if id(output) not in planned]
 
     def _preempt(self, output: Output) -> None:
         """Back to the queue. The epoch stays: a row in flight still fills its pending token."""
@@ -137,7 +157,7 @@ class Scheduler:
     # -- admission ----------------------------------------------------------------------------------------------
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
-        while budget > 0 and (output := self.waiting.peek()) is not None:
+        while budget > 0 and self._free_slots and (output := self.waiting.peek()) is not None:
             if output.num_pending or not self._fits(output):
                 return
             self.waiting.pop()
@@ -155,8 +175,7 @@ class Scheduler:
         forks = _forked(request)
         if 1 + len(forks) > len(self._free_slots):
             return False
-        written = len(request.prompt) + max(request.max_tokens - 1, 0)
-        blocks = self.manager.blocks_for(min(output.num_tokens + 1, written))
+        blocks = self.manager.blocks_for(min(output.num_tokens + 1, request.num_computable))
         own = blocks - len(request.prompt) // self.manager.block_size
         spare = min(len(self.running), self.manager.num_blocks // 16)
         return blocks + len(forks) * own + spare <= self.manager.num_free
@@ -167,7 +186,7 @@ class Scheduler:
             seated.slot = self._free_slots.pop()
             plan.admitted.append(seated)
         if output.index == 0 and request.preemptions == 0:
-            self.counters.charge(request.tenant, prompt_tokens=len(request.prompt) - request.cached_prompt_tokens)
+            request.account.counter += len(request.prompt) - request.cached_prompt_tokens
         output.cache = PagedKVCache(self.manager)
         output.cache.prepare_write(output.num_tokens, 0)
         output.state = State.RUNNING
@@ -176,41 +195,44 @@ class Scheduler:
     # -- rows ---------------------------------------------------------------------------------------------------
 
     def _add_row(self, plan: StepPlan, output: Output, count: int) -> None:
-        assert output.cache is not None
-        request, start = output.request, output.num_computed_tokens
-        end = start + count
+        cache, request, start = output.cache, output.request, output.num_computed_tokens
+        assert cache is not None
+        end = output.num_computed_tokens = start + count
         complete = end == output.num_tokens
-        from_device = complete and count == 1 and start >= len(request.prompt)
-        prompt_logprobs = self._prompt_logprobs(request, end)
-        output.num_computed_tokens = end
-        plan.rows.append(
+        if complete and count == 1 and start >= len(request.prompt):
+            samples = (self._sample(output, end),)
+            blocks, version = cache.physical_blocks, cache.version
+            plan.add(PlanRow(output, output.epoch, output.slot, start, 1, blocks, version, True, samples))
+            return
+        plan.add(
             PlanRow(
                 output=output,
                 epoch=output.epoch,
                 slot=output.slot,
                 start=start,
                 count=count,
-                blocks=output.cache.physical_blocks[: self.manager.blocks_for(end)],
-                from_device=from_device,
-                samples=self._samples(output, end) if complete and request.max_tokens else (),
-                prompt_logprobs=prompt_logprobs,
+                blocks=cache.physical_blocks,
+                blocks_version=cache.version,
+                from_device=False,
+                prompt_logprobs=self._prompt_logprobs(request, end),
+                samples=self._first_samples(output, end) if complete and request.max_tokens else (),
                 completes_request=complete and not request.max_tokens,
             )
         )
 
-    def _samples(self, output: Output, position: int) -> tuple[Sample, ...]:
-        """The tokens this row's last logits give: the output's own, and the first one of each seated fork."""
-        drawn = [output]
-        for fork in _forked(output.request):
+    @staticmethod
+    def _sample(output: Output, position: int) -> Sample:
+        request = output.request
+        output.num_tokens += 1
+        request.account.counter += OUTPUT_TOKEN_WEIGHT
+        return Sample(output, output.epoch, output.slot, position, position < request.stops_from)
+
+    def _first_samples(self, output: Output, position: int) -> tuple[Sample, ...]:
+        """The tokens the last logits of a prompt give: the output's own, and the first one of each seated fork."""
+        forks = _forked(output.request)
+        for fork in forks:
             self._fork(output, fork)
-            drawn.append(fork)
-        samples = []
-        for one in drawn:
-            suppress = one.num_output_tokens < one.request.params.min_tokens
-            samples.append(Sample(one, one.epoch, one.slot, position, suppress))
-            one.num_pending += 1
-        self.counters.charge(output.request.tenant, output_tokens=len(drawn))
-        return tuple(samples)
+        return tuple(self._sample(drawn, position) for drawn in (output, *forks))
 
     def _fork(self, parent: Output, fork: Output) -> None:
         assert parent.cache is not None
