@@ -111,8 +111,6 @@ def test_stop_strings_cancels_and_vanished_clients_work_from_every_front(start_f
         assert server.live_requests() == 1
         events.cancel()
         assert server.wait_idle(1).kv_blocks_used == 0
-        assert failure_of(lambda s=stub: generate(s, spec(max_tokens=LONG), timeout=0.3)).reason == "DEADLINE_DECODE"
-        assert server.wait_idle(1).kv_blocks_used == 0
     vanishing = []
     while min(connections(server)) < 2:  # each front has one of the stubs above
         client = RawClient(server.inference_address)
@@ -138,12 +136,11 @@ def test_an_id_is_unique_over_all_fronts(start_fake: StartServer) -> None:
                 assert failure.trailing["x-request-id"] == "twice"
         next(events)
         assert [r.request_id for r in server.admin.ListRequests(ADMIN.ListRequestsRequest()).requests] == ["twice"]
-        events.cancel()
-        wait_until(lambda: not server.admin.ListRequests(ADMIN.ListRequestsRequest()).requests)
+        server.admin.CancelRequests(ADMIN.CancelRequestsRequest(all=True))
+        assert failure_of(events).reason == "ADMIN_CANCELLED"
         again = stubs[(index + 1) % 3]
-        assert generate(again, spec(request_id="twice")).usage.completion_tokens == 8
-        failure_of(lambda s=stub: generate(s, spec(max_tokens=LONG, request_id="late"), timeout=0.2))
-        assert generate(again, spec(request_id="late")).usage.completion_tokens == 8, "free once its end is told"
+        assert generate(again, spec(request_id="twice")).usage.completion_tokens == 8, "free once its end is told"
+        assert generate(stub, spec(request_id="twice")).usage.completion_tokens == 8
 
 
 def test_a_transparent_retry_takes_over_from_whatever_front(start_fake: StartServer) -> None:
@@ -174,8 +171,9 @@ def test_the_bounds_of_the_queue_are_those_of_the_instance(start_fake: StartServ
         for stub in more:
             stub.GetModelInfo(pb.GetModelInfoRequest())
         with ThreadPoolExecutor(60) as pool:
-            ends = Counter(pool.map(lambda stub: _end_of(stub, timeout=1.5), more * 2))
-        assert ends == {"DEADLINE_QUEUED": 3, "QUEUE_FULL": 57}
+            ends = Counter(pool.map(_end_of, more * 2))
+        assert ends["QUEUE_TIMEOUT"] == 3, ends
+        assert ends["3 requests wait already; try again later"] == 57, "none gets as far as the engine"
     waiting = stream(stubs[2], spec(token_ids=pb.TokenIds(ids=[5] * 40), max_tokens=2))
     wait_until(lambda: server.load().queued_prompt_tokens == 40)
     for stub in stubs:
@@ -187,8 +185,9 @@ def test_the_bounds_of_the_queue_are_those_of_the_instance(start_fake: StartServ
     assert generate(stubs[0], spec(token_ids=pb.TokenIds(ids=[50] * 50))).usage.completion_tokens == 8
 
 
-def _end_of(stub: Any, timeout: float) -> str:
-    return failure_of(lambda: generate(stub, spec(), timeout=timeout)).reason
+def _end_of(stub: Any) -> str:
+    failure = failure_of(lambda: generate(stub, spec(queue_timeout=Duration(seconds=2))))
+    return failure.message if failure.reason == "QUEUE_FULL" else failure.reason
 
 
 def test_administration_covers_all_fronts(start_fake: StartServer) -> None:
