@@ -212,22 +212,23 @@ def sweep_attention(bench: Bench, batch: int, context: int) -> list[dict[str, An
     """The step's time by the cut of attention."""
     results = []
     original = decode_attention.decode_plan
-    for splits in (1, 2, 4, 8, 16, 32, 64, 128):
-        if not 64 <= splits * batch * bench.config.num_kv_heads <= 2048:
-            continue
-        for first in (16, 32, 64):
-            for tile in (32, 64, 128):
-                for warps in (2, 4, 8):
-                    plan = DecodePlan(splits, first, tile, warps)
-                    if context < splits * first // 2 and first > 16:
-                        continue
-                    decode_attention.decode_plan = lambda rows, heads, plan=plan: plan  # type: ignore[misc]
-                    try:
-                        bench.buffers = DecodeBuffers(bench.model, batch)
-                        time = bench.measure(batch, context, True, 10)["median"]
-                        results.append({"batch": batch, "context": context, **asdict(plan), "ms": round(time, 4)})
-                    except Exception as error:
-                        print(f"{plan}: {error!r}"[:160], file=sys.stderr)
+    plans = [
+        DecodePlan(splits, first, tile, warps, stages)
+        for splits in (1, 2, 4, 8, 16, 32, 64, 128)
+        for first in (16, 32, 64)
+        for tile in (32, 64, 128)
+        for warps in (2, 4, 8)
+        for stages in (2, 3)
+        if 256 <= splits * batch * bench.config.num_kv_heads <= 1024 and first <= tile
+    ]
+    for plan in plans:
+        decode_attention.decode_plan = lambda rows, heads, plan=plan: plan  # type: ignore[misc]
+        try:
+            bench.buffers = DecodeBuffers(bench.model, batch)
+            time = bench.measure(batch, context, True, 10)["median"]
+            results.append({"batch": batch, "context": context, **asdict(plan), "ms": round(time, 4)})
+        except Exception as error:
+            print(f"{plan}: {error!r}"[:160], file=sys.stderr)
     decode_attention.decode_plan = original
     return sorted(results, key=lambda result: result["ms"])
 

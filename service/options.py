@@ -122,6 +122,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--max-queued-tokens", type=int, default=_DEFAULTS.max_queued_tokens, metavar="N", help="of prompts that wait")
     add("--pipeline-depth", type=int, choices=(1, 2), help="steps in flight; unset = 2 on cuda, 1 on cpu")
     add("--random-weights", type=int, metavar="SEED", help="for a directory without weights: make them up")
+    add("--enforce-eager", action="store_true", help="without CUDA graphs")
 
 
 def engine_config(arguments: argparse.Namespace, directory: str) -> EngineConfig:
@@ -142,6 +143,7 @@ def engine_config(arguments: argparse.Namespace, directory: str) -> EngineConfig
         max_queued_tokens=arguments.max_queued_tokens,
         show_progress=True,
         random_weights=arguments.random_weights,
+        enforce_eager=arguments.enforce_eager,
     )
 
 

@@ -32,6 +32,7 @@ class DeviceRows:
         self._row_slots = [PADDING] * num_slots
         self._positions = [0] * num_slots
         self._tables: list[list[int]] = [[] for _ in range(num_slots)]
+        self._versions = [-1] * num_slots
         self._places: list[int] = []
         self._values: list[int] = []
 
@@ -49,15 +50,14 @@ class DeviceRows:
             if positions[slot] != row.start:
                 self._set(self._num_slots + slot, row.start)
             positions[slot] = row.start + 1
-            if self._tables[slot] != row.blocks:
-                self._update_table(slot, row.blocks)
+            if self._versions[slot] != row.blocks_version:
+                self._update_table(row)
         for number in range(len(decode), bucket):
             if row_slots[number] != PADDING:
                 row_slots[number] = PADDING
                 self._set(number, PADDING)
         for row in chunks:
-            if self._tables[row.slot] != row.blocks:
-                self._update_table(row.slot, row.blocks)
+            self._update_table(row)
 
     def send(self) -> None:
         """Send what `place` found changed."""
@@ -73,7 +73,10 @@ class DeviceRows:
         self._places.append(place)
         self._values.append(value)
 
-    def _update_table(self, slot: int, blocks: list[int]) -> None:
+    def _update_table(self, row: PlanRow) -> None:
+        """Stage the entries that changed since this slot's table was sent."""
+        slot, blocks = row.slot, row.blocks
+        self._versions[slot] = row.blocks_version
         known = self._tables[slot]
         start = 2 * self._num_slots + slot * self._max_blocks
         for index, block in enumerate(blocks):

@@ -31,6 +31,7 @@ class DecodePlan:
     first: int
     tile: int
     warps: int = 4
+    stages: int = 2
 
 
 def decode_plan(num_rows: int, num_kv_heads: int) -> DecodePlan:
@@ -82,7 +83,7 @@ def paged_decode_attention(
         out.stride(0), out.stride(1), N, first,
         GROUP=group, ROWS=max(SMALLEST_DOT, triton.next_power_of_2(group)), D=D, D_PAD=triton.next_power_of_2(D),
         BLOCK_SIZE=meta.block_size, SPLITS=plan.splits, FIRST=plan.first, TILE=plan.tile,
-        HAS_ROWS=meta.table_rows is not None, PDL=pdl, num_warps=plan.warps, num_stages=2, **pdl_options(pdl),
+        HAS_ROWS=meta.table_rows is not None, PDL=pdl, num_warps=plan.warps, num_stages=plan.stages, **pdl_options(pdl),
     )  # fmt: skip
     if plan.splits > 1:
         _combine_splits[(B, N)](
