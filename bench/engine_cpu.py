@@ -38,7 +38,7 @@ class InstantRunner:
         self._token_id = token_id
 
     def launch(self, plan: StepPlan) -> "_InstantHandle":
-        return _InstantHandle(sum(len(row.samples) for row in plan.rows), self._token_id)
+        return _InstantHandle(len(plan.decode) + sum(len(row.samples) for row in plan.chunks), self._token_id)
 
 
 class _InstantHandle:
@@ -159,9 +159,8 @@ def main() -> None:
     stepped = SteppedEngine(engine)
     gc.collect()
     gc.freeze()  # what loading left behind is not this benchmark's to collect
-    cases = [
-        measure_case(stepped, batch, context, args) for context in args.contexts for batch in args.batches
-    ]  # fmt: skip
+    cases = [measure_case(stepped, batch, context, args) for context in args.contexts for batch in args.batches]
+    gc.unfreeze()
     print("microseconds per step")
     print(table(["batch x context", *COLUMNS, "min-max", "step/output"], [row(case) for case in cases]))
     finish(args, "engine_cpu", {"engine": facts(engine), "cases": cases})

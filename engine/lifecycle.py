@@ -145,12 +145,11 @@ class Lifecycle:
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> None:
         """Fill the plan's pending tokens and end what they end. Rows of ended outputs or older epochs are dropped."""
-        chunks = plan.rows[plan.num_decode :]
-        for number, row in enumerate(chunks, plan.num_decode):
+        for number, row in enumerate(plan.chunks, len(plan.decode)):
             if row.prompt_logprobs is not None and row.output.request.id in self.live:
                 self._commit_prompt(row.output.request, row.prompt_logprobs[0], result.prompt_logprobs[number], now)
         self._commit_samples(plan, result, now)
-        for row in chunks:
+        for row in plan.chunks:
             if row.completes_request:
                 self._complete_scoring(row, now)
 
@@ -162,25 +161,24 @@ class Lifecycle:
         self.events.append(PromptLogprobs(request.id, first, entries))
 
     def _commit_samples(self, plan: StepPlan, result: StepResult, now: float) -> None:
-        samples = [sample for row in plan.rows for sample in row.samples]
-        for sample, token_id, is_nan, logprob in zip(
-            samples, result.tokens, result.is_nan, result.logprobs, strict=True
-        ):
+        events, finished = self.events, State.FINISHED
+        known = zip(plan.samples, result.tokens, result.is_nan, result.logprobs, strict=True)
+        for sample, token_id, is_nan, logprob in known:
             output = sample.output
-            request = output.request
-            if output.state is State.FINISHED or output.epoch != sample.epoch:
+            if output.state is finished or output.epoch != sample.epoch:
                 self.tokens_discarded += 1
                 continue
+            request, token_ids = output.request, output.token_ids
             if is_nan:
                 message = f"the model gave NaN logits at position {sample.position} of output {output.index}"
                 self.fail(request, FailReason.NAN_LOGITS, message, now)
                 continue
-            output.token_ids.append(token_id)
+            token_ids.append(token_id)
             self.tokens_generated += 1
             if request.first_token is None:
                 request.first_token = now
-            self.events.append(TokenOutput(request.id, output.index, token_id, logprob))
-            if token_id in request.end_ids or len(output.token_ids) == request.max_tokens:
+            events.append(TokenOutput(request.id, output.index, token_id, logprob))
+            if token_id in request.end_ids or len(token_ids) == request.max_tokens:
                 self._end(output, token_id, now)
 
     def _end(self, output: Output, token_id: int, now: float) -> None:

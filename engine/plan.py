@@ -54,30 +54,32 @@ class PlanRow:
 class StepPlan:
     """Rows to compute, block copies (physical source, destination) to run before, slots whose state must be set.
 
-    The first ``num_decode`` rows decode: one token, read from the device, and one sample each. ``admitted`` outputs
-    enter the batch in this step: their sampling state is written to their slots before the forward pass.
+    Rows of ``decode`` have one token, read from the device, and one sample each; ``chunks`` are all others.
+    ``admitted`` outputs enter the batch in this step: their sampling state is written to their slots before the
+    forward pass.
     """
 
     number: int
-    rows: list[PlanRow] = field(default_factory=list)
-    num_decode: int = 0
+    decode: list[PlanRow] = field(default_factory=list)
+    chunks: list[PlanRow] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     admitted: list[Output] = field(default_factory=list)
     preempted: list[Output] = field(default_factory=list)
 
-    def add(self, row: PlanRow) -> None:
-        """A row behind those of its kind."""
-        if row.from_device:
-            self.rows.insert(self.num_decode, row)
-            self.num_decode += 1
-        else:
-            self.rows.append(row)
+    @property
+    def rows(self) -> list[PlanRow]:
+        """All of them, in the order in which results are told."""
+        return self.decode + self.chunks
+
+    @property
+    def samples(self) -> list[Sample]:
+        """Of all rows, in their order."""
+        return [sample for row in self.rows for sample in row.samples]
 
     @property
     def num_chunk_tokens(self) -> int:
-        """Tokens of the rows that do not decode."""
-        return sum(row.count for row in self.rows[self.num_decode :])
+        return sum(row.count for row in self.chunks)
 
     @property
     def num_tokens(self) -> int:
-        return self.num_decode + self.num_chunk_tokens
+        return len(self.decode) + self.num_chunk_tokens

@@ -57,7 +57,7 @@ class Scheduler:
         budget = self._schedule_running(plan, self._max_num_batched_tokens)
         if not plan.preempted:
             self._admit(plan, budget)
-        if not plan.rows:
+        if not plan.decode and not plan.chunks:
             return None
         self.num_steps += 1
         return plan
@@ -93,22 +93,25 @@ class Scheduler:
         """Rows for outputs one token behind, then for those further behind. Returns what is left of the budget."""
         further_behind = []
         for output in self.running.copy():  # preemption takes outputs out of the list, forks put some in
-            behind = output.num_tokens - output.num_computed_tokens
-            if output.num_computed_tokens >= output.request.num_computable or output.state is not State.RUNNING:
-                continue
-            if behind > 1:
+            start, request, cache = output.num_computed_tokens, output.request, output.cache
+            if cache is None or start >= request.num_computable:
+                continue  # preempted just now, or its last token is already being sampled
+            if output.num_tokens - start > 1:
                 further_behind.append(output)
             elif budget == 0:
                 return 0
-            elif self._make_room(output, 1, plan):
-                self._add_row(plan, output, 1)
+            elif start < cache.writable_until or self._make_room(output, 1, plan):
                 budget -= 1
+                if start >= len(request.prompt):
+                    plan.decode.append(_decode_row(output, request, cache, start))
+                else:
+                    self._add_chunk(plan, output, 1)
         for output in further_behind:
             count = min(output.num_tokens - output.num_computed_tokens, budget)
             if count == 0:
                 return 0
             if output.state is State.RUNNING and self._make_room(output, count, plan):
-                self._add_row(plan, output, count)
+                self._add_chunk(plan, output, count)
                 budget -= count
         return budget
 
@@ -163,7 +166,7 @@ class Scheduler:
             self.waiting.pop()
             self._seat(output, plan)
             count = min(output.num_tokens, budget)
-            self._add_row(plan, output, count)
+            self._add_chunk(plan, output, count)
             budget -= count
 
     def _fits(self, output: Output) -> bool:
@@ -194,17 +197,13 @@ class Scheduler:
 
     # -- rows ---------------------------------------------------------------------------------------------------
 
-    def _add_row(self, plan: StepPlan, output: Output, count: int) -> None:
+    def _add_chunk(self, plan: StepPlan, output: Output, count: int) -> None:
+        """The next ``count`` tokens of an output whose last known token is not alone missing, or is no sampled one."""
         cache, request, start = output.cache, output.request, output.num_computed_tokens
         assert cache is not None
         end = output.num_computed_tokens = start + count
         complete = end == output.num_tokens
-        if complete and count == 1 and start >= len(request.prompt):
-            samples = (self._sample(output, end),)
-            blocks, version = cache.physical_blocks, cache.version
-            plan.add(PlanRow(output, output.epoch, output.slot, start, 1, blocks, version, True, samples))
-            return
-        plan.add(
+        plan.chunks.append(
             PlanRow(
                 output=output,
                 epoch=output.epoch,
@@ -220,19 +219,12 @@ class Scheduler:
             )
         )
 
-    @staticmethod
-    def _sample(output: Output, position: int) -> Sample:
-        request = output.request
-        output.num_tokens += 1
-        request.account.counter += OUTPUT_TOKEN_WEIGHT
-        return Sample(output, output.epoch, output.slot, position, position < request.stops_from)
-
     def _first_samples(self, output: Output, position: int) -> tuple[Sample, ...]:
         """The tokens the last logits of a prompt give: the output's own, and the first one of each seated fork."""
         forks = _forked(output.request)
         for fork in forks:
             self._fork(output, fork)
-        return tuple(self._sample(drawn, position) for drawn in (output, *forks))
+        return tuple(_sample(drawn, drawn.request, position) for drawn in (output, *forks))
 
     def _fork(self, parent: Output, fork: Output) -> None:
         assert parent.cache is not None
@@ -251,6 +243,19 @@ class Scheduler:
             return None
         request.prompt_logprobs_sent = upto
         return first, upto - first
+
+
+def _decode_row(output: Output, request: Request, cache: PagedKVCache, start: int) -> PlanRow:
+    """The row of an output whose last sampled token is all that is missing."""
+    end = output.num_computed_tokens = start + 1
+    samples = (_sample(output, request, end),)
+    return PlanRow(output, output.epoch, output.slot, start, 1, cache.physical_blocks, cache.version, True, samples)
+
+
+def _sample(output: Output, request: Request, position: int) -> Sample:
+    output.num_tokens += 1
+    request.account.counter += OUTPUT_TOKEN_WEIGHT
+    return Sample(output, output.epoch, output.slot, position, position < request.stops_from)
 
 
 def _forked(request: Request) -> list[Output]:

@@ -107,6 +107,49 @@ def test_a_write_that_finds_no_block_changes_nothing() -> None:
     manager.check([parent.blocks, twin.blocks])
 
 
+def test_the_version_tells_every_change_of_the_list_and_nothing_else() -> None:
+    manager = BlockManager(num_blocks=8, block_size=16)
+    cache = PagedKVCache(manager)
+    cache.prepare_write(17, 0)
+    blocks, version = cache.physical_blocks, cache.version
+    cache.prepare_write(32, 17)
+    assert cache.version == version, "no block was added"
+    twin = cache.fork()
+    assert (cache.physical_blocks, cache.version) == (blocks, version)
+    assert twin.version not in (0, version)
+    cache.prepare_write(33, 32)
+    assert cache.version > version
+    assert cache.physical_blocks is blocks
+    version = cache.version
+    twin.prepare_write(32, 31)
+    assert cache.version == version, "the twin's copy on write is none of its business"
+
+
+def test_copy_on_write_changes_the_version() -> None:
+    manager = BlockManager(num_blocks=8, block_size=16)
+    cache = PagedKVCache(manager)
+    cache.prepare_write(20, 0)
+    twin = cache.fork()
+    version, blocks = cache.version, list(cache.physical_blocks)
+    assert cache.prepare_write(21, 20)
+    assert cache.version > version
+    assert cache.physical_blocks != blocks
+    assert twin.physical_blocks == blocks
+
+
+def test_a_released_list_stays_as_it_was_and_its_version_never_comes_back() -> None:
+    manager = BlockManager(num_blocks=2, block_size=16)
+    cache = PagedKVCache(manager)
+    cache.prepare_write(32, 0)
+    handed_out, content, version = cache.physical_blocks, list(cache.physical_blocks), cache.version
+    cache.release()
+    assert (cache.physical_blocks, cache.version) == ([], 0)
+    cache.prepare_write(32, 0)
+    assert handed_out == content
+    assert cache.physical_blocks is not handed_out
+    assert cache.version > version
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Random growth, forks and releases; every write must be private and every invariant hold after every step."""
 
@@ -114,6 +157,7 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.manager = BlockManager(num_blocks=12, block_size=4)
         self.caches: list[tuple[PagedKVCache, int]] = []
+        self.seen: dict[int, list[int]] = {}
 
     @rule(tokens=st.integers(1, 20))
     def start(self, tokens: int) -> None:
@@ -158,6 +202,19 @@ class PoolMachine(RuleBasedStateMachine):
         self.manager.check([cache.blocks for cache, _ in self.caches])
         for cache, _ in self.caches:
             assert cache.physical_blocks == [self.manager.physical(block) for block in cache.blocks]
+
+    @invariant()
+    def a_version_stands_for_one_list(self) -> None:
+        for cache, _ in self.caches:
+            assert self.seen.setdefault(cache.version, list(cache.physical_blocks)) == cache.physical_blocks
+        assert len({cache.version for cache, _ in self.caches}) == len(self.caches)
+
+    @invariant()
+    def what_is_writable_is_private(self) -> None:
+        for cache, tokens in self.caches:
+            assert cache.writable_until <= 4 * len(cache.blocks)
+            if tokens < cache.writable_until:
+                assert cache.blocks_missing(cache.writable_until, tokens) == 0
 
 
 TestPoolMachine = PoolMachine.TestCase

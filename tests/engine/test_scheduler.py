@@ -3,7 +3,7 @@
 import pytest
 
 from engine.outputs import FailReason, FinishReason, OutputFinished, PromptLogprobs, Started, TokenOutput
-from engine.plan import StepPlan
+from engine.plan import PlanRow, StepPlan
 from engine.sampling_params import SamplingParams
 from tests.engine.driver import EOS, Driver, random_token
 
@@ -12,6 +12,12 @@ def rows(plan: StepPlan | None) -> list[tuple[str, int, int, int]]:
     """(request, start, count, samples) of every row."""
     assert plan is not None
     return [(row.output.request.id, row.start, row.count, len(row.samples)) for row in plan.rows]
+
+
+def only_row(plan: StepPlan | None) -> PlanRow:
+    assert plan is not None
+    (row,) = plan.rows
+    return row
 
 
 def test_a_request_is_prefilled_then_decoded_to_max_tokens() -> None:
@@ -135,6 +141,66 @@ def test_outputs_fork_after_the_prompt_and_copy_only_the_partial_block() -> None
     assert len({row.blocks[1] for row in second.rows}) == 3
     driver.run()
     assert driver.done()["a"].usage.completion_tokens == (3, 3, 3)
+
+
+def test_rows_share_the_block_list_and_its_version_tells_when_it_changed() -> None:
+    driver = Driver(block_size=4)
+    driver.add("a", prompt_len=6, max_tokens=8)
+    seen = [only_row(driver.step()) for _ in range(6)]
+    assert len({id(row.blocks) for row in seen}) == 1
+    assert seen[-1].blocks == [0, 1, 2]
+    # Positions 6 and 7 go into the prompt's second block, 8 needs a third.
+    assert [row.blocks_version == seen[0].blocks_version for row in seen] == [True] * 3 + [False] * 3
+    assert len({row.blocks_version for row in seen}) == 2
+
+
+def test_copy_on_write_shows_in_the_version_of_those_who_copied() -> None:
+    driver = Driver(block_size=4)
+    driver.add("a", prompt_len=6, max_tokens=4, n=3)
+    driver.step()
+    versions = {id(output): output.cache.version for output in driver.scheduler.running if output.cache}
+    plan = driver.step()
+    assert plan is not None
+    assert [row.blocks_version == versions[id(row.output)] for row in plan.rows] == [False, False, True]
+
+
+def test_a_resumed_request_never_shows_an_old_version() -> None:
+    driver = Driver(num_blocks=4, block_size=4, depth=2)
+    driver.add("old", prompt_len=7, max_tokens=8)
+    driver.add("young", prompt_len=7, max_tokens=8)
+    content: dict[int, list[int]] = {}
+    while driver.life.live:
+        plan = driver.step()
+        for row in plan.rows if plan else []:
+            assert content.setdefault(row.blocks_version, list(row.blocks)) == row.blocks
+    assert driver.scheduler.num_preemptions >= 1
+    assert len(content) > 4
+
+
+def test_an_output_that_forks_in_this_step_is_not_preempted_in_it() -> None:
+    """Its first token is already being sampled, though it is the worst, by its tenant's account."""
+    driver = Driver(num_blocks=8, block_size=4, budget=10)
+    driver.add("early", prompt_len=4, max_tokens=9, tenant="busy")
+    last = driver.add("last", prompt_len=4, max_tokens=9, tenant="frugal")
+    for _ in range(4):
+        driver.step()
+    last.number = 3
+    forking = driver.add("forks", prompt_len=9, max_tokens=4, n=2, tenant="busy")
+    forking.number = 2
+    assert rows(driver.step())[2:] == [("forks", 0, 8, 0)]
+    plan = driver.step()
+    assert rows(plan) == [("early", 8, 1, 1), ("forks", 8, 1, 2)]
+    assert plan is not None
+    assert plan.preempted == last.outputs
+    driver.run()
+
+
+def test_stops_are_held_back_until_min_tokens_are_there() -> None:
+    driver = Driver()
+    driver.add("a", prompt_len=3, max_tokens=4, params=SamplingParams(min_tokens=2, n=2))
+    driver.run()
+    held_back = [[sample.suppress_stops for row in plan.rows for sample in row.samples] for plan in driver.plans]
+    assert held_back == [[True, True], [True, True], [False, False], [False, False]]
 
 
 def test_a_request_with_n_outputs_waits_for_n_seats() -> None:

@@ -62,6 +62,17 @@ def test_decode(run: Any) -> None:
     assert "vLLM:" not in printed, "figures of another model and GPU are not quoted"
 
 
+def test_engine_cpu(run: Any) -> None:
+    options = ["--batches", "1", "3", "--contexts", "16", "--steps", "20", "--rounds", "2"]
+    result, printed = run("engine_cpu", *options)
+    for case, batch in zip(result["cases"], (1, 3), strict=True):
+        times = case["microseconds"]
+        assert case["batch"] == batch
+        assert times["schedule"]["min"] > 0
+        assert times["schedule"]["min"] + times["commit"]["min"] < times["step"]["max"]
+    assert "3 x 16" in printed
+
+
 def test_prefill(run: Any) -> None:
     result, printed = run("prefill", "--prompts", "24", "40000", "--counts", "1", "2", "--rounds", "1")
     one, two, *skipped = result["cases"]
