@@ -64,7 +64,7 @@ class ControlFront(Front):
         """Ends after the further fronts: the engine stops as soon as this process is gone."""
         asyncio.get_running_loop().remove_reader(self._supervisor.fileno())
         self._peers.end(code)
-        await asyncio.gather(self._inference.stop(STOP_GRACE), self._admin.stop(STOP_GRACE))
+        await self._runtime.gate.stop(lambda: self._inference.stop(STOP_GRACE), lambda: self._admin.stop(STOP_GRACE))
         try:
             async with asyncio.timeout(_PEERS_END):
                 await self._peers_ended.wait()

@@ -52,7 +52,7 @@ class Front:
         return code
 
     async def _stop(self, code: ExitCode) -> None:
-        await self._inference.stop(STOP_GRACE)
+        await self._runtime.gate.stop(lambda: self._inference.stop(STOP_GRACE))
 
     def _spawn(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)

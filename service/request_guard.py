@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 from service.calls import answer
 from service.errors import Reason, ServiceError
 from service.metrics import Metrics
+from service.stop_gate import StopGate
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +25,14 @@ class _Unreadable:
 
 
 class RequestGuard(grpc.aio.ServerInterceptor):
-    """Answers INVALID_ARGUMENT to a request that cannot be parsed. Calls that stream requests pass as they are."""
+    """Answers INVALID_ARGUMENT to a request that cannot be parsed. Calls that stream requests pass as they are.
 
-    def __init__(self, metrics: Metrics) -> None:
+    Others pass ``gate`` first.
+    """
+
+    def __init__(self, metrics: Metrics, gate: StopGate) -> None:
         self._metrics = metrics
+        self._gate = gate
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], handler_call_details: Any
@@ -41,6 +46,7 @@ class RequestGuard(grpc.aio.ServerInterceptor):
         method = details.method.rpartition("/")[2]
 
         async def guarded(request: Any, context: grpc.aio.ServicerContext) -> Any:
+            await self._gate.passing()
             if isinstance(request, _Unreadable):
                 await answer(context, method, self._metrics, lambda: _refuse(request))
             return await inner(request, context)

@@ -17,6 +17,7 @@ from service.options import ServeOptions
 from service.output_budget import OutputBudget
 from service.registry import Registry
 from service.served_model import ServedModel
+from service.stop_gate import StopGate
 from service.tokenizer import Tokenizer
 
 STALL_SECONDS = 30.0
@@ -35,6 +36,7 @@ class Runtime:
     metrics: Metrics = field(default_factory=Metrics)
     budget: OutputBudget = field(default_factory=OutputBudget)
     history: LoadHistory = field(default_factory=LoadHistory)
+    gate: StopGate = field(default_factory=StopGate)
     threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(_SLOW_THREADS, thread_name_prefix="prepare")
     )

@@ -38,7 +38,7 @@ _PUBLIC: tuple[tuple[str, Any], ...] = (
 
 def inference_server(runtime: Runtime) -> grpc.aio.Server:
     options = (*_COMMON, *_PUBLIC, _so_reuseport(runtime.options.front_processes > 1))
-    server = grpc.aio.server(options=options, interceptors=(RequestGuard(runtime.metrics),))
+    server = grpc.aio.server(options=options, interceptors=(RequestGuard(runtime.metrics, runtime.gate),))
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(runtime), server)
     health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(runtime.instance), server)
     add_reflection(server, (INFERENCE_SERVICE, HEALTH_SERVICE))
@@ -47,7 +47,7 @@ def inference_server(runtime: Runtime) -> grpc.aio.Server:
 
 def admin_server(runtime: Runtime, drainer: Drainer, peers: Peers, workers: Workers) -> grpc.aio.Server:
     options = (*_COMMON, _so_reuseport(False))
-    server = grpc.aio.server(options=options, interceptors=(RequestGuard(runtime.metrics),))
+    server = grpc.aio.server(options=options, interceptors=(RequestGuard(runtime.metrics, runtime.gate),))
     admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(runtime, drainer, peers, workers), server)
     health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(runtime.instance), server)
     add_reflection(server, (ADMIN_SERVICE, HEALTH_SERVICE))
