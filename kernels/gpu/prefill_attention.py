@@ -4,6 +4,9 @@ One program has BLOCK_M query tokens of one sequence and one query head. It walk
 time: first those that all of its tokens see, without a mask, then the diagonal and the end of the context. It never
 reads KV past the context. Lengths, starts and block tables are read on the device, so that a graph of a launch serves
 any batch that fits its shapes.
+
+A few tokens after a long prefix make too few programs for a GPU: then several share a tile's KV positions, and a second
+kernel combines what they found, in a fixed order.
 """
 
 from dataclasses import dataclass
@@ -17,8 +20,11 @@ from kernels.gpu.launch import next_power_of_2
 from kernels.reference.attention import HeadGroups, PrefillMeta
 
 LOG2_E = 1.4426950408889634
-# Programs that a GPU runs at once, about: with fewer, smaller tiles finish sooner.
-_FEW_PROGRAMS = 132
+# Multiprocessors of the GPU. With fewer programs smaller tiles finish sooner, and two of those fit on each.
+_MULTIPROCESSORS = 132
+_MAX_SPLITS = 8
+# KV positions that are worth a program of their own.
+_MIN_SPLIT = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +43,10 @@ HALF_TILES: dict[int, tuple[PrefillTile, PrefillTile]] = {
     32: (PrefillTile(128, 64, 4, 3), PrefillTile(64, 64, 4, 3)),
     64: (PrefillTile(128, 128, 8, 3), PrefillTile(64, 64, 4, 3)),
     128: (PrefillTile(128, 128, 8, 3), PrefillTile(64, 64, 4, 3)),
-    256: (PrefillTile(128, 64, 8, 2), PrefillTile(64, 64, 4, 2)),
+    256: (PrefillTile(128, 32, 8, 3), PrefillTile(64, 64, 8, 2)),
 }
-FLOAT32_TILE = PrefillTile(32, 32, 4, 2)
+# Without tensor cores; a larger one spills registers where heads are wide.
+FLOAT32_TILE = PrefillTile(16, 16, 4, 2)
 
 
 def choose_tile(dtype: torch.dtype, num_tokens: int, num_heads: int, head_dim: int) -> PrefillTile:
@@ -47,7 +54,13 @@ def choose_tile(dtype: torch.dtype, num_tokens: int, num_heads: int, head_dim: i
     if dtype == torch.float32:
         return FLOAT32_TILE
     large, small = HALF_TILES[max(next_power_of_2(head_dim), 16)]
-    return large if -(-num_tokens // large.queries) * num_heads >= _FEW_PROGRAMS else small
+    return large if -(-num_tokens // large.queries) * num_heads >= _MULTIPROCESSORS else small
+
+
+def choose_splits(tile: PrefillTile, num_tokens: int, num_heads: int) -> int:
+    """How many programs share the KV positions of a tile, so that all multiprocessors have work."""
+    programs = -(-num_tokens // tile.queries) * num_heads
+    return 1 if programs >= _MULTIPROCESSORS else min(2 * _MULTIPROCESSORS // programs, _MAX_SPLITS)
 
 
 def paged_prefill_attention(
@@ -60,30 +73,42 @@ def paged_prefill_attention(
     *,
     num_tiles: int | None = None,
     tile: PrefillTile | None = None,
+    splits: int | None = None,
 ) -> None:
     """As `kernels.reference.attention.paged_prefill_attention`; reads the device's tensors of ``meta`` only.
 
     ``num_tiles`` bounds the tiles of ``tile.queries`` tokens: at least ``T // tile.queries + B``, which is the default
     with T the rows of ``q_TND``, where T may be the rows that belong to a sequence. ``scale`` > 0. The last dimensions
     are dense, K and V of a layer are laid out alike, head_dim is at most 256. Rows of no sequence are not written.
+    ``splits`` programs share a tile's KV positions, at least 256 each.
     """
     T, N, D = q_TND.shape
     B = meta.context_lens.shape[0]
     assert k_cache.stride() == v_cache.stride(), "K and V of a layer are laid out alike"
     assert q_TND.stride(2) == k_cache.stride(3) == out_TND.stride(2) == meta.block_tables.stride(1) == 1
-    tile = tile or choose_tile(q_TND.dtype, T, N, D)
-    heads = meta.heads or HeadGroups(N // k_cache.shape[2])
     if T == 0 or B == 0:
         return
-    grid = (N, T // tile.queries + B if num_tiles is None else num_tiles)
-    _prefill_kernel[grid](
-        q_TND, k_cache, v_cache, out_TND, meta.block_tables, meta.query_starts, meta.context_lens, scale * LOG2_E, B,
-        q_TND.stride(0), q_TND.stride(1), out_TND.stride(0), out_TND.stride(1), k_cache.stride(0), k_cache.stride(1),
-        k_cache.stride(2), meta.block_tables.stride(0),
+    tile = tile or choose_tile(q_TND.dtype, T, N, D)
+    splits = splits or choose_splits(tile, T, N)
+    heads = meta.heads or HeadGroups(N // k_cache.shape[2])
+    block_d = max(next_power_of_2(D), 16)
+    part_STND, weight_STN = out_TND, None
+    if splits > 1:
+        part_STND = torch.empty((splits, T, N, D), dtype=torch.float32, device=q_TND.device)
+        weight_STN = torch.empty((splits, T, N), dtype=torch.float32, device=q_TND.device)
+    _prefill_kernel[(N, T // tile.queries + B if num_tiles is None else num_tiles, splits)](
+        q_TND, k_cache, v_cache, part_STND, weight_STN, meta.block_tables, meta.query_starts, meta.context_lens,
+        scale * LOG2_E, T, N, B, q_TND.stride(0), q_TND.stride(1), part_STND.stride(-3), part_STND.stride(-2),
+        k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), meta.block_tables.stride(0),
         GROUP=heads.size, FIRST=heads.first % heads.size, D=D, BLOCK_SIZE=k_cache.shape[1], BLOCK_M=tile.queries,
-        BLOCK_N=tile.keys, BLOCK_D=max(next_power_of_2(D), 16), SEQUENCES=next_power_of_2(B), num_warps=tile.warps,
-        num_stages=tile.stages,
+        BLOCK_N=tile.keys, BLOCK_D=block_d, SEQUENCES=next_power_of_2(B), SPLITS=splits, MIN_SPLIT=_MIN_SPLIT,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+    if splits > 1:
+        _combine_kernel[(T, N)](
+            part_STND, weight_STN, out_TND, meta.query_starts, T, N, B, out_TND.stride(0), out_TND.stride(1),
+            D=D, BLOCK_D=block_d, SPLITS=splits, BLOCK_SPLITS=next_power_of_2(splits), num_warps=1,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -152,8 +177,10 @@ def _attend(
         if MASKED:
             scores = tl.where((at + n)[None, :] <= position[:, None], scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1) * scale_log2)
-        weights = tl.exp2(scores * scale_log2 - new_highest[:, None])
-        shrink = tl.exp2(highest - new_highest)
+        # A query may see nothing of a split: minus infinity is not subtracted from itself.
+        origin = tl.where(new_highest == float("-inf"), 0.0, new_highest) if MASKED else new_highest
+        weights = tl.exp2(scores * scale_log2 - origin[:, None])
+        shrink = tl.exp2(highest - origin)
         total = total * shrink + tl.sum(weights, 1)
         acc = acc * shrink[:, None]
         if MASKED:
@@ -173,10 +200,13 @@ def _prefill_kernel(
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
     tables_ptr: tl.tensor,
     starts_ptr: tl.tensor,
     contexts_ptr: tl.tensor,
     scale_log2: tl.tensor,
+    num_rows: tl.tensor,
+    num_heads: tl.tensor,
     num_sequences: tl.tensor,
     q_stride: tl.tensor,
     q_head_stride: tl.tensor,
@@ -194,6 +224,8 @@ def _prefill_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SEQUENCES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
 ) -> None:
     # The last tiles of a prompt have the most to do and start first; the heads of a tile run side by side and
     # find the KV of their group in the L2 cache.
@@ -206,28 +238,73 @@ def _prefill_kernel(
         return
     context = tl.load(contexts_ptr + sequence).to(tl.int32)
     first = context - length + row
-    end = tl.minimum(context, first + BLOCK_M)
+    begin, end = 0, tl.minimum(context, first + BLOCK_M)
     full_end = (first + 1) // BLOCK_N * BLOCK_N
+    if SPLITS > 1:
+        share = tl.maximum(tl.cdiv(tl.cdiv(end, SPLITS), BLOCK_N) * BLOCK_N, MIN_SPLIT)
+        begin = tl.program_id(2) * share
+        end = tl.minimum(end, begin + share)
+        full_end = tl.minimum(tl.maximum(full_end, begin), end)
 
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     rows = (start + row).to(tl.int64) + m
-    mask = (row + m < length)[:, None] & (d < D)[None, :]
-    q = tl.load(q_ptr + head.to(tl.int64) * q_head_stride + rows[:, None] * q_stride + d[None, :], mask=mask, other=0.0)
-    kv_offset = ((FIRST + head) // GROUP).to(tl.int64) * kv_head_stride
-    table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
-
+    row_mask = row + m < length
+    mask = row_mask[:, None] & (d < D)[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     highest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    q_ptrs = q_ptr + head.to(tl.int64) * q_head_stride + rows[:, None] * q_stride + d[None, :]
+    q = tl.load(q_ptrs, mask=mask, other=0.0)
+    kv_offset = ((FIRST + head) // GROUP).to(tl.int64) * kv_head_stride
+    table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
     acc, total, highest = _attend(
-        acc, total, highest, q, first + m, k_ptr + kv_offset, v_ptr + kv_offset, table_ptr, 0, full_end, scale_log2,
-        block_stride, slot_stride, D, BLOCK_SIZE, BLOCK_N, BLOCK_D, MASKED=False,
+        acc, total, highest, q, first + m, k_ptr + kv_offset, v_ptr + kv_offset, table_ptr, begin, full_end,
+        scale_log2, block_stride, slot_stride, D, BLOCK_SIZE, BLOCK_N, BLOCK_D, MASKED=False,
     )  # fmt: skip
     acc, total, highest = _attend(
-        acc, total, highest, q, first + m, k_ptr + kv_offset, v_ptr + kv_offset, table_ptr, full_end, end, scale_log2,
-        block_stride, slot_stride, D, BLOCK_SIZE, BLOCK_N, BLOCK_D, MASKED=True,
+        acc, total, highest, q, first + m, k_ptr + kv_offset, v_ptr + kv_offset, table_ptr, full_end, end,
+        scale_log2, block_stride, slot_stride, D, BLOCK_SIZE, BLOCK_N, BLOCK_D, MASKED=True,
     )  # fmt: skip
+    if SPLITS > 1:
+        rows += tl.program_id(2).to(tl.int64) * num_rows
+        found = total > 0
+        weight = tl.where(found, highest + tl.log2(tl.where(found, total, 1.0)), float("-inf"))
+        tl.store(weight_ptr + rows * num_heads + head, weight, mask=row_mask)
+        mask = mask & found[:, None]
+        total = tl.where(found, total, 1.0)
     out = acc / total[:, None]
     out_ptrs = out_ptr + head.to(tl.int64) * out_head_stride + rows[:, None] * out_stride + d[None, :]
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _combine_kernel(
+    part_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    starts_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    num_heads: tl.tensor,
+    num_sequences: tl.tensor,
+    out_stride: tl.tensor,
+    out_head_stride: tl.tensor,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+) -> None:
+    """One program per row and head; a split that found nothing has the weight minus infinity and no values."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if (row < tl.load(starts_ptr)) | (row >= tl.load(starts_ptr + num_sequences)):
+        return
+    split = tl.arange(0, BLOCK_SPLITS)
+    d = tl.arange(0, BLOCK_D)
+    at = (split.to(tl.int64) * num_rows + row) * num_heads + head
+    weight = tl.load(weight_ptr + at, mask=split < SPLITS, other=float("-inf"))
+    share = tl.exp2(weight - tl.max(weight, 0))
+    mask = (share > 0)[:, None] & (d < D)[None, :]
+    part = tl.load(part_ptr + at[:, None] * D + d[None, :], mask=mask, other=0.0)
+    out = tl.sum(part * share[:, None], 0) / tl.sum(share, 0)
+    out_ptrs = out_ptr + row * out_stride + head.to(tl.int64) * out_head_stride + d
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=d < D)

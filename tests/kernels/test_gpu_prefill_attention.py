@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from kernels import ops
-from kernels.gpu.prefill_attention import FLOAT32_TILE, HALF_TILES, PrefillTile, choose_tile, paged_prefill_attention
+from kernels.gpu import prefill_attention
+from kernels.gpu.prefill_attention import (
+    FLOAT32_TILE,
+    HALF_TILES,
+    PrefillTile,
+    choose_splits,
+    choose_tile,
+    paged_prefill_attention,
+)
 from tests.kernels.test_gpu_norm import INTERPRETED, each_dtype
 from tests.kernels.test_reference_attention import (
     CHUNKS,
@@ -38,8 +46,8 @@ def kernel_of_the_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     use_tile(monkeypatch, SMALL[0])
 
 
-def use_tile(monkeypatch: pytest.MonkeyPatch, tile: PrefillTile | None) -> None:
-    monkeypatch.setattr(ops, "paged_prefill_attention", partial(paged_prefill_attention, tile=tile))
+def use_tile(monkeypatch: pytest.MonkeyPatch, tile: PrefillTile, splits: int = 1) -> None:
+    monkeypatch.setattr(ops, "paged_prefill_attention", partial(paged_prefill_attention, tile=tile, splits=splits))
 
 
 def assert_near(ours: Tensor, exact: Tensor) -> None:
@@ -104,6 +112,40 @@ def test_the_choice_of_a_tile() -> None:
     assert choose_tile(torch.float16, 35, 12, 128) == small
     assert choose_tile(torch.float16, 35, 12, 2) == HALF_TILES[16][1]
     assert choose_tile(torch.float32, 8192, 12, 128) == FLOAT32_TILE
+    assert choose_splits(large, 8192, 12) == 1
+    assert choose_splits(small, 512, 12) == 2
+    assert choose_splits(small, 35, 12) == 8
+    assert choose_splits(small, 64, 64) == 4
+
+
+@each_dtype
+@pytest.mark.parametrize("tile", SMALL[:1] + SMALL[2:], ids=lambda tile: f"{tile.queries}x{tile.keys}")
+@pytest.mark.parametrize("splits", [2, 3, 8])
+def test_programs_that_share_a_tile(
+    splits: int, tile: PrefillTile, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some have nothing to do, and some of their queries see nothing of what they have."""
+    use_tile(monkeypatch, tile, splits)
+    monkeypatch.setattr(prefill_attention, "_MIN_SPLIT", 16)
+    check_prefill([(200, 9), (1, 1), (61, 61), (130, 20)], (2, 1, 16), 8, dtype, device)
+
+
+def test_a_share_is_not_too_small(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_tile(monkeypatch, SMALL[2], 4)
+    check_prefill([(600, 5), (100, 10), (257, 3)], (2, 1, 16), 16, torch.float32, device)
+
+
+def test_shared_tiles_write_only_rows_of_a_sequence(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_tile(monkeypatch, SMALL[0], 3)
+    monkeypatch.setattr(prefill_attention, "_MIN_SPLIT", 16)
+    chunks = [(20, 20), (90, 7)]
+    paged = make_paged([20, 90], 2, 32, 8, torch.float32, device)
+    q = random_q(3 + 27 + 5, 4, 32, torch.float32, device)
+    q[:3], q[30:] = float("nan"), float("nan")
+    out = prefill(paged, q, chunks, 0.2, first_row=3, spare_blocks=4)
+    assert (out[:3] == 7).all()
+    assert (out[30:] == 7).all()
+    assert_near(out[3:30], exact_prefill(paged, q[3:30], chunks, 0.2))
 
 
 def test_only_rows_of_a_sequence_are_written(device: str) -> None:
@@ -154,7 +196,9 @@ def test_both_integer_types_and_a_given_number_of_tiles(dtype: torch.dtype, devi
     meta = meta_on_device(paged, chunks, dtype, device)
     for num_tiles in (None, 45 // 16 + 4, 30):
         out = torch.full_like(q, 7.0)
-        paged_prefill_attention(q, paged.k_cache, paged.v_cache, meta, 0.3, out, num_tiles=num_tiles, tile=SMALL[0])
+        paged_prefill_attention(
+            q, paged.k_cache, paged.v_cache, meta, 0.3, out, num_tiles=num_tiles, tile=SMALL[0], splits=1
+        )
         assert_near(out[:45], exact)
         assert (out[45:] == 7).all()
 
@@ -171,7 +215,8 @@ def test_prefill_in_chunks_equals_prefill_at_once(chunk: int, device: str) -> No
         assert_near(prefill(paged, q[start:end], [(end, end - start)], 0.3), whole[start:end])
 
 
-def test_strided_inputs_and_output(device: str) -> None:
+@pytest.mark.parametrize("splits", [1, 3])
+def test_strided_inputs_and_output(splits: int, device: str) -> None:
     """q is a view of the fused qkv, the caches are a layer of a tensor of all, the output a part of a wider one."""
     paged = make_paged([40, 50], 3, 16, 16, torch.float32, device)
     layers = torch.full((2, 2, *paged.k_cache.shape), float("nan"), device=device)
@@ -179,7 +224,7 @@ def test_strided_inputs_and_output(device: str) -> None:
     q, chunks = random_q(50, 15, 16, torch.float32, device)[:, :9], [(40, 40), (50, 10)]
     out = torch.full((50, 11, 16), 7.0, device=device)
     meta = meta_on_device(paged, chunks, torch.int64, device)
-    paged_prefill_attention(q, layers[1, 0], layers[1, 1], meta, 0.25, out[:, 1:-1], tile=SMALL[0])
+    paged_prefill_attention(q, layers[1, 0], layers[1, 1], meta, 0.25, out[:, 1:-1], tile=SMALL[0], splits=splits)
     assert_near(out[:, 1:-1], exact_prefill(paged, q, chunks, 0.25))
     assert (out[:, 0] == 7).all()
     assert (out[:, -1] == 7).all()
@@ -219,7 +264,7 @@ def test_offsets_beyond_2_to_31_elements(far: str, tile: PrefillTile, device: st
     caches[1].copy_(paged.v_cache)
     q, out = random_q(40, 3, 16, torch.float16, device), torch.empty(40, 3, 16, dtype=torch.float16, device=device)
     meta = meta_on_device(paged, [(40, 40)], torch.int32, device)
-    paged_prefill_attention(q, caches[0], caches[1], meta, 0.25, out, tile=tile)
+    paged_prefill_attention(q, caches[0], caches[1], meta, 0.25, out, tile=tile, splits=1)
     assert_near(out, exact_prefill(paged, q, [(40, 40)], 0.25))
 
 
