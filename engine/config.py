@@ -21,6 +21,8 @@ class EngineConfig:
     memory: ``gpu_memory_utilization`` of the card on cuda (None = 0.9), ``cpu_kv_bytes`` on cpu (None = 1 GiB);
     of the three at most one may be set, and the last two only for their device. ``max_model_len`` None = the
     model's own context. ``max_num_seqs`` outputs in one batch; ``max_num_batched_tokens`` tokens in one step.
+    ``max_inter_token_ms``: about how long a step with decoding outputs may take: the chunks of prompts beside them are
+    made as short as that needs; None = no bound.
     ``pipeline_depth`` 1 = plain stepping, 2 = the next step is launched before the last one's tokens are known;
     None = 2 on cuda, and 1 on cpu, where nothing overlaps. ``max_queued_requests`` and ``max_queued_tokens`` bound
     the waiting queue. ``show_progress`` draws bars at the start. ``random_weights``: a seed for random weights
@@ -39,6 +41,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
+    max_inter_token_ms: float | None = None
     pipeline_depth: int | None = None
     max_queued_requests: int = 1024
     max_queued_tokens: int = 4 * 1024 * 1024
@@ -73,6 +76,10 @@ class EngineConfig:
             (
                 self.random_weights is None or 0 <= self.random_weights < 2**63,
                 f"random_weights must be a seed from 0 to 2^63 - 1, got {self.random_weights}",
+            ),
+            (
+                self.max_inter_token_ms is None or 0 < self.max_inter_token_ms < float("inf"),
+                f"max_inter_token_ms must be positive milliseconds, got {self.max_inter_token_ms}",
             ),
             (self.pipeline_depth in (None, 1, 2), f"pipeline_depth must be 1 or 2, got {self.pipeline_depth}"),
             (

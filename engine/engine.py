@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from engine.block_manager import BlockManager
 from engine.config import EngineConfig
@@ -25,6 +25,7 @@ from engine.request import Request, State
 from engine.results import GenerationResult, collect_results
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
+from engine.step_cost import StepCost
 
 
 class Step(Protocol):
@@ -52,6 +53,15 @@ class ModelInfo:
     pipeline_depth: int
 
 
+class InFlight(NamedTuple):
+    """A launched step; when its launch began and ended, in monotonic seconds."""
+
+    plan: StepPlan
+    handle: Step
+    begun: float
+    launched: float
+
+
 class Engine:
     """One model on one device. Not thread-safe: one thread calls it.
 
@@ -68,7 +78,9 @@ class Engine:
         self.block_manager = BlockManager(limits.num_blocks, limits.block_size)
         self._scheduler = Scheduler(self.block_manager, config.max_num_seqs, config.max_num_batched_tokens)
         self._lifecycle = Lifecycle(self._scheduler, loaded.eos_token_ids)
-        self._in_flight: deque[tuple[StepPlan, Step]] = deque()
+        self._step_cost = StepCost()
+        self._bound_chunks()
+        self._in_flight: deque[InFlight] = deque()
         self._num_requests = 0
         self.last_step_time = time.monotonic()
 
@@ -146,13 +158,33 @@ class Engine:
         self._lifecycle.expire(time.monotonic())
         plan = self._scheduler.schedule()
         if plan is not None:
-            self._lifecycle.launched(plan, time.monotonic())
-            self._in_flight.append((plan, self._runner.launch(plan)))
+            begun = time.monotonic()
+            self._lifecycle.launched(plan, begun)
+            self._in_flight.append(InFlight(plan, self._runner.launch(plan), begun, time.monotonic()))
         if self._in_flight and (plan is None or len(self._in_flight) >= self._depth):
-            committed, handle = self._in_flight.popleft()
-            self._lifecycle.commit(committed, handle.wait(), time.monotonic())
-            self.last_step_time = time.monotonic()
+            self._commit(self._in_flight.popleft())
         return StepOutput(self._take_events())
+
+    def _commit(self, step: InFlight) -> None:
+        result = step.handle.wait()
+        now = time.monotonic()
+        self._lifecycle.commit(step.plan, result, now)
+        if self._config.max_inter_token_ms is not None:
+            self._pace(step, now)
+        self.last_step_time = now
+
+    def _pace(self, step: InFlight, now: float) -> None:
+        """Learn what a step has cost. It began when the one before it was done; on a CPU its launch was all of it."""
+        begun, done = max(step.begun, self.last_step_time), now
+        if self._config.device == "cpu":
+            begun, done = step.begun, step.launched
+        self._step_cost.observe(len(step.plan.decode), step.plan.num_chunk_tokens, done - begun)
+        self._bound_chunks()
+
+    def _bound_chunks(self) -> None:
+        if (bound := self._config.max_inter_token_ms) is not None:
+            tokens = self._step_cost.chunk_tokens(len(self._scheduler.running), bound / 1e3)
+            self._scheduler.max_chunk_tokens_beside_decode = tokens
 
     def has_work(self) -> bool:
         """Whether `step` has something to compute, to commit or to say. A live request always is."""

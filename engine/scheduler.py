@@ -1,7 +1,8 @@
 """The scheduler: which outputs compute how many tokens in the next step. Pure Python, no torch.
 
 One token budget per step. Outputs one token behind (decoding) go first, then chunks of longer ones, then outputs are
-admitted from the waiting queue, whole prompts' blocks reserved. When a decoding output finds no block, the worst
+admitted from the waiting queue, whole prompts' blocks reserved. Beside decoding outputs, which wait for the whole
+step, chunks may have a smaller budget of their own. When a decoding output finds no block, the worst
 output not yet in the plan is preempted: it gives its blocks back and recomputes later.
 
 What runs for every output in every step is short and makes nothing but the row; whatever is rare pays for itself.
@@ -28,7 +29,11 @@ def _badness(output: Output) -> tuple[int, int, int, int]:
 
 
 class Scheduler:
-    """Owns the queues, the seats (device slots) and every output's cache."""
+    """Owns the queues, the seats (device slots) and every output's cache.
+
+    ``max_chunk_tokens_beside_decode``: tokens of all chunks of a step in which an output decodes; None = no bound of
+    their own.
+    """
 
     def __init__(self, manager: BlockManager, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         self.manager = manager
@@ -36,6 +41,7 @@ class Scheduler:
         self.running: list[Output] = []
         self.num_preemptions = 0
         self.num_steps = 0
+        self.max_chunk_tokens_beside_decode: int | None = None
         self._tenants = TenantCounters()
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -106,6 +112,8 @@ class Scheduler:
                     plan.decode.append(_decode_row(output, request, cache, start))
                 else:
                     self._add_chunk(plan, output, 1)
+        if plan.decode and self.max_chunk_tokens_beside_decode is not None:
+            budget = min(budget, self.max_chunk_tokens_beside_decode)
         for output in further_behind:
             count = min(output.num_tokens - output.num_computed_tokens, budget)
             if count == 0:

@@ -118,6 +118,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--max-model-len", type=int, metavar="TOKENS", help="context; unset = the model's own")
     add("--max-num-seqs", type=int, default=_DEFAULTS.max_num_seqs, metavar="N", help="outputs in one batch")
     add("--max-num-batched-tokens", type=int, default=_DEFAULTS.max_num_batched_tokens, metavar="N", help="in one step")
+    add("--max-inter-token-ms", type=float, metavar="MS", help="of a step with decoding outputs; unset = no bound")
     add("--max-queued-requests", type=int, default=_DEFAULTS.max_queued_requests, metavar="N", help="that wait")
     add("--max-queued-tokens", type=int, default=_DEFAULTS.max_queued_tokens, metavar="N", help="of prompts that wait")
     add("--pipeline-depth", type=int, choices=(1, 2), help="steps in flight; unset = 2 on cuda, 1 on cpu")
@@ -138,6 +139,7 @@ def engine_config(arguments: argparse.Namespace, directory: str) -> EngineConfig
         max_model_len=arguments.max_model_len,
         max_num_seqs=arguments.max_num_seqs,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
+        max_inter_token_ms=arguments.max_inter_token_ms,
         pipeline_depth=arguments.pipeline_depth,
         max_queued_requests=arguments.max_queued_requests,
         max_queued_tokens=arguments.max_queued_tokens,
