@@ -70,7 +70,7 @@ def sample(
 
 
 @triton.jit
-def gumbel(seed: tl.tensor, position: tl.tensor, ids: tl.tensor) -> tl.tensor:
+def gumbel(seed, position, ids):
     """As `kernels.reference.sampling.gumbel_noise`: scalars int64, ids int32; the same bits, float32 noise."""
     key = _mix64(seed.to(tl.uint64, bitcast=True) ^ _mix64(position.to(tl.uint64, bitcast=True)))
     bits = ids.to(tl.uint32, bitcast=True) * tl.full((), GOLDEN_32, tl.uint32)
@@ -82,7 +82,7 @@ def gumbel(seed: tl.tensor, position: tl.tensor, ids: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _mix64(z: tl.tensor) -> tl.tensor:
+def _mix64(z):
     z = z + tl.full((), GOLDEN_64, tl.uint64)
     z = (z ^ (z >> 30)) * tl.full((), MIX_64_A, tl.uint64)
     z = (z ^ (z >> 27)) * tl.full((), MIX_64_B, tl.uint64)
@@ -90,7 +90,7 @@ def _mix64(z: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _mix32(x: tl.tensor) -> tl.tensor:
+def _mix32(x):
     x = (x ^ (x >> 16)) * tl.full((), MIX_32_A, tl.uint32)
     x = (x ^ (x >> 15)) * tl.full((), MIX_32_B, tl.uint32)
     return x ^ (x >> 16)
@@ -98,19 +98,9 @@ def _mix32(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _penalise(
-    logits: tl.tensor,
-    stride_r: tl.tensor,
-    stride_v: tl.tensor,
-    slots: tl.tensor,
-    counts: tl.tensor,
-    in_prompt: tl.tensor,
-    stride_s: tl.tensor,
-    repetition_S: tl.tensor,
-    frequency_S: tl.tensor,
-    presence_S: tl.tensor,
-    V: tl.tensor,
+    logits, stride_r, stride_v, slots, counts, in_prompt, stride_s, repetition_S, frequency_S, presence_S, V,
     BLOCK: tl.constexpr,
-) -> None:
+):  # fmt: skip
     """One program per row and block; in place."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
@@ -135,23 +125,9 @@ def _penalise(
 
 @triton.jit
 def _bias_and_stops(
-    logits: tl.tensor,
-    stride_r: tl.tensor,
-    stride_v: tl.tensor,
-    slots: tl.tensor,
-    positions: tl.tensor,
-    bias_ids: tl.tensor,
-    bias_values: tl.tensor,
-    stride_bias: tl.tensor,
-    num_bias_S: tl.tensor,
-    stop_ids: tl.tensor,
-    stride_stops: tl.tensor,
-    num_stops_S: tl.tensor,
-    stops_from_S: tl.tensor,
-    BIAS: tl.constexpr,
-    STOPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    logits, stride_r, stride_v, slots, positions, bias_ids, bias_values, stride_bias, num_bias_S, stop_ids,
+    stride_stops, num_stops_S, stops_from_S, BIAS: tl.constexpr, STOPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One program per row; in place. Bias ids are distinct, so no two threads add to one logit."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
@@ -179,21 +155,9 @@ def _bias_and_stops(
 
 @triton.jit
 def _draw(
-    logits: tl.tensor,
-    stride_r: tl.tensor,
-    stride_v: tl.tensor,
-    slots: tl.tensor,
-    positions: tl.tensor,
-    seed_S: tl.tensor,
-    temperature_S: tl.tensor,
-    cuts: tl.tensor,
-    ranks: tl.tensor,
-    V: tl.tensor,
-    NOISE: tl.constexpr,
-    FILTERS: tl.constexpr,
-    PROCESSED: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    logits, stride_r, stride_v, slots, positions, seed_S, temperature_S, cuts, ranks, V, NOISE: tl.constexpr,
+    FILTERS: tl.constexpr, PROCESSED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One program per row and block: the best rank in it. FILTERS: the temperature is in the logits already."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -223,20 +187,9 @@ def _draw(
 
 @triton.jit
 def _finish(
-    ranks: tl.tensor,
-    blocks: tl.tensor,
-    slots: tl.tensor,
-    tokens: tl.tensor,
-    best: tl.tensor,
-    last_token_S: tl.tensor,
-    counts: tl.tensor,
-    stride_s: tl.tensor,
-    repetition_S: tl.tensor,
-    frequency_S: tl.tensor,
-    presence_S: tl.tensor,
-    PENALTIES: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    ranks, blocks, slots, tokens, best, last_token_S, counts, stride_s, repetition_S, frequency_S, presence_S,
+    PENALTIES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One program per row."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)

@@ -78,9 +78,8 @@ def find_cuts(logits_RV: Tensor, slots_R: Tensor, state: SamplingTensors) -> Ten
 
 @triton.jit
 def _divide(
-    logits: tl.tensor, stride_r: tl.tensor, stride_v: tl.tensor, slots: tl.tensor, temperature_S: tl.tensor,
-    columns: tl.tensor, lowest: tl.tensor, V: tl.tensor, BLOCK: tl.constexpr, C: tl.constexpr,
-) -> None:  # fmt: skip
+    logits, stride_r, stride_v, slots, temperature_S, columns, lowest, V, BLOCK: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
     """Divide a block by the temperature; its highest key in each column, and its lowest of a finite logit."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -105,10 +104,9 @@ def _divide(
 
 @triton.jit
 def _find_pivot(
-    slots: tl.tensor, temperature_S: tl.tensor, top_k_S: tl.tensor, top_p_S: tl.tensor, min_p_S: tl.tensor,
-    columns: tl.tensor, lowest_RB: tl.tensor, edges: tl.tensor, settled: tl.tensor, cuts: tl.tensor,
-    found: tl.tensor, ranks: tl.tensor, blocks: tl.tensor, V: tl.tensor, C: tl.constexpr, HEAD: tl.constexpr,
-) -> None:  # fmt: skip
+    slots, temperature_S, top_k_S, top_p_S, min_p_S, columns, lowest_RB, edges, settled, cuts, found, ranks, blocks, V,
+    C: tl.constexpr, HEAD: tl.constexpr,
+):  # fmt: skip
     """The row's highest key, its lowest of a finite logit, and the pivot: the n-th best column, n = HEAD or top_k."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
@@ -148,10 +146,9 @@ def _find_pivot(
 
 @triton.jit
 def _write_head(
-    logits: tl.tensor, stride_r: tl.tensor, stride_v: tl.tensor, edges: tl.tensor, settled: tl.tensor,
-    cuts: tl.tensor, found: tl.tensor, ranks: tl.tensor, sums: tl.tensor, V: tl.tensor,
-    BLOCK: tl.constexpr, MAX_FOUND: tl.constexpr,
-) -> None:  # fmt: skip
+    logits, stride_r, stride_v, edges, settled, cuts, found, ranks, sums, V, BLOCK: tl.constexpr,
+    MAX_FOUND: tl.constexpr,
+):  # fmt: skip
     """Write down what reaches the pivot, and sum the weights of a block."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -168,10 +165,9 @@ def _write_head(
 
 @triton.jit
 def _settle_head(
-    slots: tl.tensor, top_k_S: tl.tensor, top_p_S: tl.tensor, min_p_S: tl.tensor, edges: tl.tensor,
-    settled: tl.tensor, cuts: tl.tensor, found: tl.tensor, ranks: tl.tensor, sums: tl.tensor,
-    blocks: tl.tensor, V: tl.tensor, BLOCKS: tl.constexpr, HEAD: tl.constexpr, MAX_FOUND: tl.constexpr,
-) -> None:  # fmt: skip
+    slots, top_k_S, top_p_S, min_p_S, edges, settled, cuts, found, ranks, sums, blocks, V, BLOCKS: tl.constexpr,
+    HEAD: tl.constexpr, MAX_FOUND: tl.constexpr,
+):  # fmt: skip
     """The cut of top_k and top_p, if it is among the found tokens. One program per row."""
     row = tl.program_id(0).to(tl.int64)
     if tl.load(settled + row) != SEARCHED:

@@ -20,7 +20,7 @@ ONE = tl.constexpr(2.0**40)
 
 
 @triton.jit
-def key_of(x: tl.tensor) -> tl.tensor:
+def key_of(x):
     """float32 to key."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -28,24 +28,24 @@ def key_of(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def float_of(key: tl.tensor) -> tl.tensor:
+def float_of(key):
     """Key to the float32 that has it; NaN for the highest."""
     return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def rank_of(key: tl.tensor, ids: tl.tensor) -> tl.tensor:
+def rank_of(key, ids):
     """Key and token id (int32) to rank."""
     return (key.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
 
 
 @triton.jit
-def key_of_rank(rank: tl.tensor) -> tl.tensor:
+def key_of_rank(rank):
     return (rank >> 32).to(tl.int32)
 
 
 @triton.jit
-def id_of_rank(rank: tl.tensor) -> tl.tensor:
+def id_of_rank(rank):
     """int64."""
     return 0x7FFFFFFF - (rank & 0x7FFFFFFF)
 
@@ -55,16 +55,14 @@ def id_of_rank(rank: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def reset_found(found: tl.tensor) -> None:
+def reset_found(found):
     tl.store(found, 0)
     tl.store(found + 1, HIGHEST_KEY)
     tl.store(found + 2, LOWEST_KEY)
 
 
 @triton.jit
-def append(
-    member: tl.tensor, rank: tl.tensor, found: tl.tensor, ranks: tl.tensor, MAX_FOUND: tl.constexpr
-) -> None:
+def append(member, rank, found, ranks, MAX_FOUND: tl.constexpr):
     """Append the ranks of the members to the list, and note their number and keys, even if they do not fit."""
     number = tl.sum(member.to(tl.int32), axis=0)
     if number > 0:
@@ -76,7 +74,7 @@ def append(
 
 
 @triton.jit
-def weight_of(ranks: tl.tensor, best: tl.tensor) -> tl.tensor:
+def weight_of(ranks, best):
     """exp(logit - best) as an integer: its sums depend on no order. 0 for the lowest rank, which no token has."""
     exists = ranks > LOWEST_RANK
     x = tl.where(exists, float_of(key_of_rank(ranks)), best)
@@ -84,9 +82,7 @@ def weight_of(ranks: tl.tensor, best: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def amount_before(
-    mine: tl.tensor, ranks: tl.tensor, number: tl.tensor, best: tl.tensor, WEIGH: tl.constexpr, MAX_FOUND: tl.constexpr
-) -> tl.tensor:
+def amount_before(mine, ranks, number, best, WEIGH: tl.constexpr, MAX_FOUND: tl.constexpr):
     """Number or weight (int64) of the found tokens that rank before each of ``mine``."""
     before = tl.zeros((MAX_FOUND,), tl.int64)
     for start in range(0, number, 16):
@@ -98,6 +94,6 @@ def amount_before(
 
 
 @triton.jit
-def lowest_of(ranks: tl.tensor, stays: tl.tensor) -> tl.tensor:
+def lowest_of(ranks, stays):
     """The lowest rank of those that stay: never none, since the first one has nothing before it."""
     return tl.min(tl.where(stays, ranks, 0x7FFFFFFFFFFFFFFF), axis=0)

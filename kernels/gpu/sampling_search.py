@@ -115,12 +115,10 @@ def finish_cuts(rows: Rows, slots_R: Tensor, state: SamplingTensors) -> None:
 
 @triton.jit
 def _sum_above(
-    logits: tl.tensor, stride_r: tl.tensor, stride_v: tl.tensor, slots: tl.tensor, top_k_S: tl.tensor,
-    top_p_S: tl.tensor, edges: tl.tensor, settled: tl.tensor, cuts: tl.tensor, found: tl.tensor,
-    bounds_before: tl.tensor, levels_before: tl.tensor, thresholds_before: tl.tensor, sums_before: tl.tensor,
-    bounds: tl.tensor, levels: tl.tensor, thresholds: tl.tensor, sums: tl.tensor, V: tl.tensor, PASS: tl.constexpr,
-    WEIGH: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, T: tl.constexpr,
-) -> None:  # fmt: skip
+    logits, stride_r, stride_v, slots, top_k_S, top_p_S, edges, settled, cuts, found, bounds_before, levels_before,
+    thresholds_before, sums_before, bounds, levels, thresholds, sums, V, PASS: tl.constexpr, WEIGH: tl.constexpr,
+    STEP: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
     """One pass: number or weight of a block's tokens above each threshold. Weighed are only those that top_k left.
 
     The first one empties the list of found tokens.
@@ -161,12 +159,10 @@ def _sum_above(
 
 @triton.jit
 def _write_between(
-    logits: tl.tensor, stride_r: tl.tensor, stride_v: tl.tensor, slots: tl.tensor, top_k_S: tl.tensor,
-    top_p_S: tl.tensor, edges: tl.tensor, settled: tl.tensor, cuts: tl.tensor, found: tl.tensor,
-    ranks: tl.tensor, bounds_before: tl.tensor, levels_before: tl.tensor, thresholds_before: tl.tensor,
-    sums_before: tl.tensor, bounds: tl.tensor, levels: tl.tensor, V: tl.tensor, WEIGH: tl.constexpr,
-    MAX_FOUND: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, T: tl.constexpr,
-) -> None:  # fmt: skip
+    logits, stride_r, stride_v, slots, top_k_S, top_p_S, edges, settled, cuts, found, ranks, bounds_before,
+    levels_before, thresholds_before, sums_before, bounds, levels, V, WEIGH: tl.constexpr, MAX_FOUND: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
     """Write down a block's tokens between the final bounds."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -193,11 +189,9 @@ def _write_between(
 
 @triton.jit
 def _settle(
-    logits: tl.tensor, stride_r: tl.tensor, stride_v: tl.tensor, slots: tl.tensor, top_k_S: tl.tensor,
-    top_p_S: tl.tensor, min_p_S: tl.tensor, edges: tl.tensor, settled: tl.tensor, cuts: tl.tensor,
-    found: tl.tensor, ranks: tl.tensor, bounds: tl.tensor, levels: tl.tensor, V: tl.tensor,
-    WEIGH: tl.constexpr, MAX_FOUND: tl.constexpr, STEP: tl.constexpr, T: tl.constexpr,
-) -> None:  # fmt: skip
+    logits, stride_r, stride_v, slots, top_k_S, top_p_S, min_p_S, edges, settled, cuts, found, ranks, bounds, levels,
+    V, WEIGH: tl.constexpr, MAX_FOUND: tl.constexpr, STEP: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
     """The cut of this search, after the last one that of min_p, too. One program per row."""
     row = tl.program_id(0).to(tl.int64)
     progress = tl.load(settled + row)
@@ -234,9 +228,7 @@ def _settle(
 
 
 @triton.jit
-def _is_wanted(
-    slot: tl.tensor, top_k_S: tl.tensor, top_p_S: tl.tensor, V: tl.tensor, WEIGH: tl.constexpr
-) -> tl.tensor:
+def _is_wanted(slot, top_k_S, top_p_S, V, WEIGH: tl.constexpr):
     """Whether a row that is not settled needs this search."""
     if WEIGH:
         wanted = tl.load(top_p_S + slot) < 1
@@ -247,9 +239,7 @@ def _is_wanted(
 
 
 @triton.jit
-def _store_entry(
-    bounds: tl.tensor, levels: tl.tensor, lo: tl.tensor, hi: tl.tensor, above_hi: tl.tensor, target: tl.tensor
-) -> None:
+def _store_entry(bounds, levels, lo, hi, above_hi, target):
     tl.store(bounds, lo)
     tl.store(bounds + 1, hi)
     tl.store(levels, above_hi)
@@ -257,10 +247,7 @@ def _store_entry(
 
 
 @triton.jit
-def _narrow(
-    row: tl.tensor, blocks: tl.tensor, bounds: tl.tensor, levels: tl.tensor, thresholds: tl.tensor, sums: tl.tensor,
-    top_p: tl.tensor, BLOCKS: tl.constexpr, T: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+def _narrow(row, blocks, bounds, levels, thresholds, sums, top_p, BLOCKS: tl.constexpr, T: tl.constexpr):
     """The entry that follows from a pass's entry and its sums. Every program of the next pass does this for itself."""
     t = tl.arange(0, T)
     b = tl.arange(0, BLOCKS)
@@ -276,9 +263,7 @@ def _narrow(
 
 
 @triton.jit
-def _closer(
-    keys_T: tl.tensor, sums_T: tl.tensor, target: tl.tensor, lo: tl.tensor, hi: tl.tensor, above_hi: tl.tensor
-) -> tl.tensor:
+def _closer(keys_T, sums_T, target, lo, hi, above_hi):
     """The new bounds, and the sum above ``hi``: the nearest thresholds with enough above them and with too little."""
     too_little = sums_T < target
     above_hi = tl.max(tl.where(too_little, sums_T, above_hi), axis=0)
@@ -287,10 +272,7 @@ def _closer(
 
 
 @triton.jit
-def _spread(
-    lo: tl.tensor, hi: tl.tensor, highest: tl.tensor, lowest: tl.tensor, FIRST: tl.constexpr, WEIGH: tl.constexpr,
-    T: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+def _spread(lo, hi, highest, lowest, FIRST: tl.constexpr, WEIGH: tl.constexpr, T: tl.constexpr):
     """T keys from ``lo`` to ``hi``; in the first pass closer to each other near the best, and one below everything."""
     t = tl.arange(0, T)
     floor = float_of(lowest)
@@ -313,9 +295,8 @@ def _spread(
 
 @triton.jit
 def _add_above(
-    total_TC: tl.tensor, logits: tl.tensor, stride_v: tl.tensor, start: tl.tensor, V: tl.tensor, keys_T: tl.tensor,
-    cut: tl.tensor, best: tl.tensor, WEIGH: tl.constexpr, STEP: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+    total_TC, logits, stride_v, start, V, keys_T, cut, best, WEIGH: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
     """Add the number or the weight of STEP tokens to every threshold that they are above of."""
     ids = start + tl.arange(0, STEP)
     x = tl.load(logits + ids.to(tl.int64) * stride_v, mask=ids < V, other=float("-inf"))
@@ -329,7 +310,7 @@ def _add_above(
 
 
 @triton.jit
-def _missing(target: tl.tensor, above_hi: tl.tensor, WEIGH: tl.constexpr) -> tl.tensor:
+def _missing(target, above_hi, WEIGH: tl.constexpr):
     """What is wanted and not above ``hi``, in the integers that found tokens are summed in; at least one."""
     missing = target - above_hi
     if WEIGH:
@@ -339,9 +320,8 @@ def _missing(target: tl.tensor, above_hi: tl.tensor, WEIGH: tl.constexpr) -> tl.
 
 @triton.jit
 def _search_alone(
-    logits: tl.tensor, stride_v: tl.tensor, V: tl.tensor, lo: tl.tensor, hi: tl.tensor, above_hi: tl.tensor,
-    target: tl.tensor, cut: tl.tensor, best: tl.tensor, WEIGH: tl.constexpr, T: tl.constexpr, STEP: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+    logits, stride_v, V, lo, hi, above_hi, target, cut, best, WEIGH: tl.constexpr, T: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
     """The cut, by one program: more passes over the row until ``hi`` is the key, then over its equals for the id."""
     t = tl.arange(0, T)
     while hi - lo > 1:
@@ -360,7 +340,7 @@ def _search_alone(
     for start in range(0, V, STEP):
         ids = start + tl.arange(0, STEP)
         x = tl.load(logits + ids.to(tl.int64) * stride_v, mask=ids < V, other=float("-inf"))
-        equal = (ids < V) & (key_of(x) == key) & (rank_of(key, ids) >= cut)
+        equal = (ids < V) & (key_of(x) == key)
         order = seen + tl.cumsum(equal.to(tl.int32), axis=0)
         last = tl.minimum(last, tl.min(tl.where(equal & (order == equals), ids, 0x7FFFFFFF), axis=0))
         seen += tl.sum(equal.to(tl.int32), axis=0)

@@ -39,10 +39,12 @@ def sample(
     else its content is undefined when any of the stages but noise is on, and unchanged otherwise.
     """
     rows_r = (slots_R >= 0).nonzero().squeeze(1)
+    if not len(rows_r):
+        return
     slots_r, positions_r = slots_R[rows_r].long(), positions_R[rows_r].long()
     logits_rV = logits_RV if len(rows_r) == len(slots_R) else logits_RV[rows_r]
     processed_rV = _processed(logits_rV, slots_r, positions_r, state, stages)
-    if stages.processed:
+    if stages.processed and processed_rV is not logits_RV:
         logits_RV.index_copy_(0, rows_r, processed_rV)
     scores_rV = _perturbed(processed_rV, slots_r, positions_r, state) if stages.noise else processed_rV
     best_r, tokens_r = scores_rV.max(dim=1)
