@@ -111,6 +111,32 @@ def test_logprobs_of_generated_tokens(
                 check_record(event.logprob, event.token_id, seen, top)
 
 
+def test_rows_of_a_batch_ask_for_different_things(model_dir: Path, oracle: Oracle, device: str) -> None:
+    """Both modes, other numbers of alternatives and none at all, next to each other."""
+    features: list[dict[str, Any]] = [
+        {"top_logprobs": 4, "logprobs_mode": LogprobsMode.PROCESSED, "top_k": 7},
+        {"top_k": 3},
+        {"top_logprobs": 0, "logit_bias": ((9, 5.0),)},
+        {"top_logprobs": 20, "repetition_penalty": 2.0},
+        {"top_logprobs": 1, "logprobs_mode": LogprobsMode.PROCESSED, "temperature": 0, "presence_penalty": 1.0},
+        {"top_logprobs": 2, "top_p": 0.5},
+    ]
+    prompts = prompts_of(LENGTHS)[: len(features)]
+    params = [SamplingParams(max_tokens=8, seed=i, **feature) for i, feature in enumerate(features)]
+    for prompt, p, events in zip(prompts, params, run(engine_of(model_dir, device), prompts, params), strict=True):
+        outputs = [event for event in events if isinstance(event, TokenOutput)]
+        tokens = [event.token_id for event in outputs]
+        logits = oracle.logits(prompt + tokens)[len(prompt) - 1 :]
+        for i, event in enumerate(outputs):
+            if p.top_logprobs is None:
+                assert event.logprob is None
+                continue
+            raw = p.logprobs_mode is LogprobsMode.RAW
+            seen = logits[i] if raw else oracle.processed(logits[i], prompt, tokens[:i], p)[0]
+            assert event.logprob is not None
+            check_record(event.logprob, event.token_id, seen, p.top_logprobs)
+
+
 def test_no_logprobs_unless_asked_for(model_dir: Path, device: str) -> None:
     prompts = prompts_of([5, 6])
     events = run(

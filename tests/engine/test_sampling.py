@@ -85,6 +85,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         "logit_bias": FAVOURED,
     },
     "bias": {"logit_bias": ((7, 6.0), (9, -100.0), (511, 3.5), (0, 2.0))},
+    "a token biased twice": {"logit_bias": ((7, 3.0), (8, 4.0), (7, 3.0))},
     "n": {"n": 3, "frequency_penalty": 1.0, "top_p": 0.9, "logit_bias": FAVOURED},
     "greedy n": {"n": 2, "temperature": 0},
     "stop ids": {"stop_token_ids": tuple(range(100, 160))},
