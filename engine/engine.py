@@ -78,6 +78,7 @@ class Engine:
         self.block_manager = BlockManager(limits.num_blocks, limits.block_size)
         self._scheduler = Scheduler(self.block_manager, config.max_num_seqs, config.max_num_batched_tokens)
         self._lifecycle = Lifecycle(self._scheduler, loaded.eos_token_ids)
+        self._launch_is_all = config.device == "cpu"  # a launch runs the step to its end there
         self._step_cost = StepCost()
         self._bound_chunks()
         self._in_flight: deque[InFlight] = deque()
@@ -174,9 +175,9 @@ class Engine:
         self.last_step_time = now
 
     def _pace(self, step: InFlight, now: float) -> None:
-        """Learn what a step has cost. It began when the one before it was done; on a CPU its launch was all of it."""
+        """Learn what a step has cost: from when it was launched and the one before it was done to its own end."""
         begun, done = max(step.begun, self.last_step_time), now
-        if self._config.device == "cpu":
+        if self._launch_is_all:
             begun, done = step.begun, step.launched
         self._step_cost.observe(len(step.plan.decode), step.plan.num_chunk_tokens, done - begun)
         self._bound_chunks()

@@ -42,6 +42,31 @@ def test_a_long_prompt_is_computed_in_chunks_beside_decoding_ones() -> None:
     assert rows(driver.step()) == [("short", 7, 1, 1), ("long", 21, 1, 1)]
 
 
+def test_chunks_beside_decoding_outputs_have_a_budget_of_their_own() -> None:
+    driver = Driver(budget=32, block_size=4)
+    driver.scheduler.max_chunk_tokens_beside_decode = 4
+    driver.add("first", prompt_len=20, max_tokens=4)
+    assert rows(driver.step()) == [("first", 0, 20, 1)], "nobody waits for this step"
+    driver.add("long", prompt_len=11, max_tokens=2)
+    driver.add("next", prompt_len=3, max_tokens=1)
+    assert rows(driver.step()) == [("first", 20, 1, 1), ("long", 0, 4, 0)]
+    assert rows(driver.step()) == [("first", 21, 1, 1), ("long", 4, 4, 0)]
+    assert rows(driver.step()) == [("first", 22, 1, 1), ("long", 8, 3, 1), ("next", 0, 1, 0)]
+    driver.scheduler.max_chunk_tokens_beside_decode = None
+    assert rows(driver.step()) == [("long", 11, 1, 1), ("next", 1, 2, 1)]
+
+
+def test_when_nothing_decodes_any_more_a_chunk_takes_the_whole_budget() -> None:
+    driver = Driver(budget=16)
+    driver.scheduler.max_chunk_tokens_beside_decode = 4
+    driver.add("short", prompt_len=4, max_tokens=2)
+    driver.step()
+    driver.add("long", prompt_len=30, max_tokens=1)
+    assert rows(driver.step()) == [("short", 4, 1, 1), ("long", 0, 4, 0)]
+    assert rows(driver.step()) == [("long", 4, 16, 0)]
+    assert rows(driver.step()) == [("long", 20, 10, 1)]
+
+
 def test_the_next_request_starts_in_what_is_left_of_the_budget() -> None:
     driver = Driver(budget=10)
     driver.add("a", prompt_len=7)
