@@ -291,6 +291,7 @@ def serve(*options: str) -> tuple[int, str]:
         (["--ready-file", "/no/such/place/ready.json"], "--ready-file /no/such/place/ready.json"),
         (["--ready-file", str(ROOT)], "is a directory"),
         (["--max-num-seqs", "0"], "max_num_seqs must be positive"),
+        (["--max-inter-token-ms", "0"], "max_inter_token_ms must be positive milliseconds"),
         (["--gpu-memory-utilization", "2"], "gpu_memory_utilization must be in (0, 1]"),
         (["--gpu-memory-utilization", "0.5"], "gpu_memory_utilization is for cuda"),
         (["--num-gpu-blocks", "9", "--cpu-kv-bytes", "9999999"], "num_gpu_blocks fixes the KV pool"),
