@@ -1,6 +1,6 @@
 """Decode steps on a GPU: the chain and the sampling of its logits, each as a CUDA graph per batch bucket."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -69,11 +69,11 @@ class Decode:
     def sample(self, bucket: int, stages: SamplingStages) -> None:
         """Launch the sampling of those rows into ``out``."""
         graphs = self._graphs.get(bucket)
-        wanted = PLAIN if _is_plain(stages) else FULL
+        stages = launched_stages(stages)
         if graphs is None or stages.processed:
             self._sample(bucket, stages)
         else:
-            graphs.samplings[wanted].replay()
+            graphs.samplings[stages].replay()
 
     def capture(self, bucket: int, pool: "torch.cuda._POOL_HANDLE", stream: torch.cuda.Stream) -> None:
         """The graphs of one bucket. All rows are padding meanwhile, so nothing is written."""
@@ -101,5 +101,13 @@ class Decode:
         ops.sample(self.logits(bucket), self._rows.row_slots_B[:bucket], positions_B, self._state, stages, out)
 
 
-def _is_plain(stages: SamplingStages) -> bool:
-    return not (stages.penalties or stages.bias or stages.stops or stages.filters)
+def launched_stages(wanted: SamplingStages) -> SamplingStages:
+    """What is launched for a batch that wants ``wanted``: one of few forms, all compiled and captured at the start.
+
+    A stage is exact for rows that do not want it.
+    """
+    plain = not (wanted.penalties or wanted.bias or wanted.stops or wanted.filters)
+    return replace(PLAIN if plain else FULL, processed=wanted.processed)
+
+
+ALL_STAGES = tuple(replace(stages, processed=processed) for stages in (PLAIN, FULL) for processed in (False, True))

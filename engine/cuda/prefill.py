@@ -1,7 +1,8 @@
 """Prompt chunks on a GPU: their inputs packed into one copy, run eagerly or as a graph of the next larger bucket.
 
-Shapes: T tokens, B sequences, R samples; a bucket has more of each than there are: padded tokens have slot -1, padded
-sequences no tokens.
+Shapes: T tokens, B sequences, R samples; a buffer has more of each than there are: padded tokens have slot -1, padded
+sequences no tokens. Eager batches are padded, too, so that what Triton makes of a kernel (by the divisibility of
+numbers and addresses, by powers of two) is always the same, and nothing is compiled while requests wait.
 """
 
 from dataclasses import dataclass
@@ -15,29 +16,35 @@ from engine.model.transformer import ForwardBatch, Transformer
 from engine.plan import PlanRow, Sample
 from engine.sampling_state import upload
 from kernels import ops
+from kernels.gpu import prefill_attention
 from kernels.reference.step import DecodeRows
 
 # Graphs pay below this: beyond, the GPU is busy for longer than the launches take. Padding stays below 2x.
 GRAPH_TOKENS = (16, 32, 64, 128, 256, 512)
 GRAPH_SEQUENCES = 8
+# Eager batches hold a multiple of so many tokens.
+TOKEN_STEP = 16
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillShape:
-    """What an input buffer holds: ``tokens``, ``sequences``, ``samples``."""
+    """What an input buffer holds: ``tokens``, ``sequences``, ``samples``; all of them even."""
 
     tokens: int
     sequences: int
     samples: int
 
     def sections(self) -> list[int]:
+        """Elements of each part; every part begins at a multiple of 16 bytes."""
         T, B, R = self.tokens, self.sequences, self.samples
-        return [T, T, T, B + 1, B, B, B, R, R, R]
+        return [T, T, T, B + 2, B, B, B, R, R, R]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefillInputs:
     """Views of one int64 buffer on the device, in the order of `PrefillShape.sections`.
+
+    ``query_starts`` [B + 2]: the last entry is of no use.
 
     ``last_rows_B``: each sequence's last token; ``sample_sequences_R``: whose logits a sample takes.
     """
@@ -93,6 +100,8 @@ class Prefill:
 
     def __init__(self, model: Transformer, kv_cache: Tensor, rows: DecodeRows, cos_sin_PD: Tensor) -> None:
         self._model, self._kv_cache, self._rows, self._cos_sin_PD = model, kv_cache, rows, cos_sin_PD
+        num_slots = len(rows.row_slots_B)
+        self._eager_sequences = num_slots + num_slots % 2
         self._graphs: dict[int, _Graph] = {}
 
     @property
@@ -104,10 +113,12 @@ class Prefill:
         shape = PrefillShape(sum(row.count for row in rows), len(rows), len(samples))
         graph = self._graph_for(shape)
         if graph is None:
+            shape = self.eager_shape(shape.tokens)
             (buffer,) = upload([pack(rows, samples, shape, self._rows.block_size)], self._kv_cache.device)
             inputs = PrefillInputs.of(buffer, shape)
             starts = tuple(accumulate((row.count for row in rows), initial=0))
-            contexts = tuple(row.start + row.count for row in rows)
+            starts += starts[-1:] * (shape.sequences - len(rows))
+            contexts = tuple(row.start + row.count for row in rows) + (0,) * (shape.sequences - len(rows))
             hidden_TH, logits_BV = self.forward(inputs, starts, contexts)
             return hidden_TH, logits_BV, inputs
         (buffer,) = upload([pack(rows, samples, graph.shape, self._rows.block_size)], self._kv_cache.device)
@@ -140,6 +151,20 @@ class Prefill:
         )
         hidden_TH = self._model.hidden_states(batch, self._kv_cache)
         return hidden_TH, self._model.logits(hidden_TH.index_select(0, inputs.last_rows_B))
+
+    def eager_shape(self, tokens: int) -> PrefillShape:
+        """The padded shape of an eager batch of ``tokens`` tokens. A slot gives one sample at most."""
+        return PrefillShape(-(-tokens // TOKEN_STEP) * TOKEN_STEP, self._eager_sequences, self._eager_sequences)
+
+    def warm_up_tokens(self, max_tokens: int) -> list[int]:
+        """One number of tokens for each form that attention takes in eager batches, the largest first."""
+        config = self._model.config
+        forms: dict[object, int] = {}
+        for tokens in range(TOKEN_STEP, max_tokens + TOKEN_STEP, TOKEN_STEP):
+            dtype = self._kv_cache.dtype
+            tile = prefill_attention.choose_tile(dtype, tokens, config.num_heads, config.head_dim)
+            forms[tile, prefill_attention.choose_splits(tile, tokens, config.num_heads)] = tokens
+        return sorted(forms.values(), reverse=True)
 
     def padding(self, shape: PrefillShape) -> Tensor:
         """An input buffer of nothing but padding: it computes, and writes no KV."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from engine.cuda.decode import Decode
-from engine.cuda.prefill import GRAPH_TOKENS, Prefill, PrefillInputs, PrefillShape
+from engine.cuda.decode import ALL_STAGES, Decode, launched_stages
+from engine.cuda.prefill import GRAPH_TOKENS, Prefill, PrefillInputs
 from engine.cuda.rows import DeviceRows
 from engine.lifecycle import StepResult
 from engine.model.decode_chain import DecodeBuffers, DecodeChain
@@ -22,7 +22,7 @@ from engine.runner import allocate_kv
 from engine.sampler import LogprobTensors, Sampled, Sampler, sampled_logprobs, score
 from engine.sampling_state import SamplingState, upload
 from kernels import ops
-from kernels.ops import SamplingOut
+from kernels.ops import SamplingOut, SamplingStages
 
 # Pinned buffers that results arrive in: a step in flight, one being read, and one to spare.
 RESULT_BUFFERS = 3
@@ -98,14 +98,15 @@ class CudaRunner:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """The largest prompt chunk there can be, of padding: compiles its kernels, takes the memory it needs."""
+        """Batches of padding, the largest first: takes the memory a step needs, compiles every kernel that is not
+        captured."""
         with self._on_stream():
-            shape = PrefillShape(self._max_batched_tokens, 1, 1)
-            inputs = PrefillInputs.of(self._prefill.padding(shape), shape)
-            inputs.query_starts[1:] = shape.tokens
-            inputs.context_lens_B.fill_(shape.tokens)
-            _, logits_BV = self._prefill.forward(inputs)
-            self._sampler.sample(logits_BV, [], inputs.sample_slots_R, inputs.sample_positions_R)
+            for tokens in self._prefill.warm_up_tokens(self._max_batched_tokens):
+                shape = self._prefill.eager_shape(tokens)
+                inputs = PrefillInputs.of(self._prefill.padding(shape), shape)
+                _, logits_BV = self._prefill.forward(inputs)
+            for stages in ALL_STAGES:
+                self._sample_chunks(logits_BV[:1].clone(), inputs, stages, 1)
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -178,10 +179,8 @@ class CudaRunner:
         part = None
         if samples:
             logits_RV = logits_BV.index_select(0, inputs.sample_sequences_R[: len(samples)])
-            out = self._results.chunk_out(len(samples))
             asked = self._sampler.ask(logits_RV, samples)
-            slots_R, positions_R = inputs.sample_slots_R[: len(samples)], inputs.sample_positions_R[: len(samples)]
-            ops.sample(logits_RV, slots_R, positions_R, self._state.tensors, asked.stages, out)
+            out = self._sample_chunks(logits_RV, inputs, asked.stages, len(samples))
             part = samples, self._sampler.answer(asked, logits_RV, out), self._results.num_slots
         prompts, start = {}, 0
         for number, row in enumerate(rows):
@@ -189,6 +188,14 @@ class CudaRunner:
                 prompts[first_row + number] = self._prompt_logprobs(row, hidden_TH, start)
             start += row.count
         return part, prompts
+
+    def _sample_chunks(
+        self, logits_RV: Tensor, inputs: PrefillInputs, stages: SamplingStages, count: int
+    ) -> SamplingOut:
+        out = self._results.chunk_out(count)
+        slots_R, positions_R = inputs.sample_slots_R[:count], inputs.sample_positions_R[:count]
+        ops.sample(logits_RV, slots_R, positions_R, self._state.tensors, launched_stages(stages), out)
+        return out
 
     def _prompt_logprobs(self, row: PlanRow, hidden_TH: Tensor, flat_start: int) -> "_PromptLogprobs":
         """Position p is predicted by the token at p - 1; position 0 by nothing."""

@@ -58,9 +58,12 @@ def choose_tile(dtype: torch.dtype, num_tokens: int, num_heads: int, head_dim: i
 
 
 def choose_splits(tile: PrefillTile, num_tokens: int, num_heads: int) -> int:
-    """How many programs share the KV positions of a tile, so that all multiprocessors have work."""
+    """How many programs share the KV positions of a tile, so that all multiprocessors have work: a power of two."""
     programs = -(-num_tokens // tile.queries) * num_heads
-    return 1 if programs >= _MULTIPROCESSORS else min(2 * _MULTIPROCESSORS // programs, _MAX_SPLITS)
+    splits = 1
+    while programs < _MULTIPROCESSORS and 2 * splits * programs <= 2 * _MULTIPROCESSORS and 2 * splits <= _MAX_SPLITS:
+        splits *= 2
+    return splits
 
 
 def paged_prefill_attention(

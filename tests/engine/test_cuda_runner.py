@@ -1,20 +1,22 @@
 """The GPU's runner against the plain one, request by request. On a CPU its kernels run in Triton's interpreter."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import triton
 
 from engine.config import EngineConfig
 from engine.cuda.runner import CudaRunner
 from engine.engine import Engine
 from engine.model.transformer import Transformer
 from engine.results import GenerationResult
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import LogprobsMode, SamplingParams
 from tests.engine.equality import check_equal_by_rule
 from tests.engine.models import make_model
-from tests.engine.test_equality import Reference, prompts_of
+from tests.engine.test_equality import Reference
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -27,6 +29,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         hidden_size=64,
         intermediate_size=64,
         num_hidden_layers=1,
+        vocab_size=128,
         head_dim=16,
     )
 
@@ -56,12 +59,12 @@ def cuda_engine(model_dir: Path, device: str, **options: Any) -> Engine:
 
 
 PARAMS = [
-    SamplingParams(temperature=0, max_tokens=6),
-    SamplingParams(temperature=0.8, seed=5, max_tokens=4, top_logprobs=2),
-    SamplingParams(temperature=0, max_tokens=7, repetition_penalty=1.5, frequency_penalty=0.3),
-    SamplingParams(temperature=1.2, seed=6, max_tokens=5, top_k=5, min_p=0.01, logit_bias=((7, 5.0),)),
-    SamplingParams(temperature=0, max_tokens=5, min_tokens=4, stop_token_ids=(8, 9), prompt_logprobs=1),
-    SamplingParams(temperature=0.9, seed=9, max_tokens=3, n=3),
+    SamplingParams(temperature=0, max_tokens=4),
+    SamplingParams(temperature=0.8, seed=5, max_tokens=3, top_logprobs=2),
+    SamplingParams(temperature=0, max_tokens=4, repetition_penalty=1.5, frequency_penalty=0.3),
+    SamplingParams(temperature=1.2, seed=6, max_tokens=3, top_k=5, min_p=0.01, logit_bias=((7, 5.0),)),
+    SamplingParams(temperature=0, max_tokens=3, min_tokens=3, stop_token_ids=(8, 9), prompt_logprobs=1),
+    SamplingParams(temperature=0.9, seed=9, max_tokens=2, n=3, top_logprobs=1, logprobs_mode=LogprobsMode.PROCESSED),
     SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=2),
 ]
 
@@ -69,7 +72,7 @@ PARAMS = [
 @pytest.mark.parametrize("depth", [1, 2])
 def test_it_equals_the_plain_runner(model_dir: Path, device: str, depth: int) -> None:
     """Decode, whole and chunked prompts, forks, penalties, filters, logprobs; more requests than seats."""
-    prompts = prompts_of([1, 17, 16, 40, 33, 20, 9])
+    prompts = [[3 + (7 * i + j) % 120 for j in range(length)] for i, length in enumerate([1, 17, 16, 30, 25, 20, 9])]
     sizes = {"max_num_seqs": 5, "max_num_batched_tokens": 24, "block_size": 8}
     expected = plain_engine(model_dir, device, **sizes).generate(prompts, PARAMS)
     engine = cuda_engine(model_dir, device, pipeline_depth=depth, **sizes)
@@ -95,9 +98,10 @@ def check_logprobs(ours: GenerationResult, theirs: GenerationResult) -> None:
 
 
 def test_a_preempted_request_goes_on(model_dir: Path, device: str) -> None:
-    prompts, params = prompts_of([20, 21, 22, 23]), [SamplingParams(temperature=0, max_tokens=12)] * 4
+    prompts = [[3 + (5 * i + j) % 120 for j in range(20 + i)] for i in range(3)]
+    params = [SamplingParams(temperature=0, max_tokens=6)] * 3
     roomy = plain_engine(model_dir, device).generate(prompts, params)
-    tight = cuda_engine(model_dir, device, num_gpu_blocks=13, block_size=8, pipeline_depth=2)
+    tight = cuda_engine(model_dir, device, num_gpu_blocks=9, block_size=8, pipeline_depth=2)
     results = tight.generate(prompts, params)
     assert tight.load().preemptions > 0, "the pool was not tight enough to preempt"
     reference = Reference(model_dir, prompts, params)
@@ -112,3 +116,25 @@ def test_nan_logits_end_the_request_alone(model_dir: Path, device: str) -> None:
     broken, fine = engine.generate([[3, 5], [3, 4]], params)
     assert broken.error is not None
     assert fine.error is None
+
+
+def test_nothing_is_compiled_after_the_start(model_dir: Path, device: str) -> None:
+    """Batches of every kind run on what the start has compiled: a request never waits for a compiler."""
+    if device == "cpu":
+        pytest.skip("nothing is compiled on a CPU")
+    engine = cuda_engine(model_dir, device, max_num_batched_tokens=700, max_num_seqs=40)
+    compiled: list[str] = []
+
+    def note(*args: Any, **options: Any) -> None:
+        compiled.append(options["repr"])
+
+    knobs = triton.knobs.runtime
+    before, knobs.jit_cache_hook = knobs.jit_cache_hook, note
+    try:
+        for number, lengths in enumerate(([1], [400, 33, 5], [7] * 9, [3] * 40, [450] * 3, [90] * 20)):
+            prompts = [[3 + (number + i + j) % 120 for j in range(length)] for i, length in enumerate(lengths)]
+            params = [replace(PARAMS[i % 6], n=1) for i in range(len(prompts))]
+            engine.generate(prompts, params)
+    finally:
+        knobs.jit_cache_hook = before
+    assert compiled == []
