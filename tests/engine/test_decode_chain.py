@@ -4,6 +4,7 @@ On a CPU the Triton kernels run in the interpreter; on a GPU they are compiled, 
 launch.
 """
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -98,3 +99,45 @@ def test_the_chain_equals_the_layers(model: Transformer, count: int, pdl: bool, 
     assert (kv_cache - expected_cache).abs().max() < 2e-4, "the KV of the new tokens, and nothing else, is written"
     moved = rows.positions_S - positions
     assert moved.tolist() == [1 if slot < count and slot != 3 else 0 for slot in range(SLOTS)]
+
+
+@pytest.mark.parametrize("count", [1, 17])
+@torch.inference_mode()
+def test_dependent_launch_changes_no_bit(model: Transformer, count: int, device: str) -> None:
+    """10,000 replays beside kernels that take multiprocessors away at random, so that programs start late and out of
+    step: the same bits as without dependent launch."""
+    if device == "cpu":
+        pytest.skip("the interpreter has no dependent launch")
+    kv_cache, rows = make_state(model, device)
+    positions, cos_sin = rows.positions_S.clone(), cos_sin_table(model.config, 64).to(device)
+    buffers = DecodeBuffers(model, SLOTS)
+    chain = DecodeChain(model, kv_cache, rows, cos_sin, buffers)
+    chain.run(count, pdl=False)
+    torch.cuda.synchronize()
+    expected_logits, expected_cache = buffers.logits_BV[:count].clone(), kv_cache.clone()
+    stream, other = torch.cuda.Stream(), torch.cuda.Stream()
+    hog = torch.randn(4 << 20, device=device)
+    with torch.cuda.stream(stream):
+        rows.positions_S.copy_(positions)
+        chain.run(count, pdl=True)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            rows.positions_S.copy_(positions)
+            chain.run(count, pdl=True)
+        wrong = torch.zeros((), dtype=torch.int64, device=device)
+        live = torch.tensor([row for row in range(count) if row != 3], device=device)
+        expected_live = expected_logits[live]
+        rng = random.Random(count)
+        for number in range(10_000):
+            buffers.logits_BV.fill_(float("nan"))
+            graph.replay()
+            wrong += (buffers.logits_BV.index_select(0, live) != expected_live).any()
+            if number % 20 == 0:
+                with torch.cuda.stream(other):
+                    hog[: rng.randrange(1, len(hog))].mul_(1.0)
+            if number % 500 == 0:
+                stream.synchronize()
+    torch.cuda.synchronize()
+    assert int(wrong) == 0
+    assert torch.equal(kv_cache, expected_cache)
