@@ -1,7 +1,6 @@
 """Options and fixtures shared by all tests."""
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,10 +10,6 @@ import pytest
 # Two processes whose threads spin on the same cores slow each other down tenfold and more.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# Triton's decorators read this when kernels are imported: on a CPU the same kernels run in its interpreter.
-if not {"cuda", "--device=cuda"} & set(sys.argv):
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
 MODELS = Path(__file__).resolve().parent.parent / "models"
 COLLECTED = pytest.StashKey[dict[str, int]]()
 
@@ -23,6 +18,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--device", default="cpu", choices=("cpu", "cuda"), help="where engine and kernel tests run (default: cpu)"
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Triton's decorators look at this when kernels are imported: on a CPU they run in its interpreter."""
+    if config.getoption("--device") == "cpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -12,15 +12,12 @@ from torch import Tensor
 
 from engine.model.transformer import LayerWeights, Transformer
 from kernels.gpu import activation, cache, decode_attention, gemv, norm, skinny_gemm, step
-from kernels.gpu.prefetch import Prefetch
 from kernels.gpu.tiles import gemv_tile, skinny_tile
 from kernels.reference.attention import DecodeMeta
 from kernels.reference.cache import HeadNorms
 from kernels.reference.step import DecodeInputs, DecodeRows
 
 MAX_SKINNY = skinny_gemm.MAX_TOKENS
-# Bytes of gate_up that are asked for during attention.
-PREFETCHED_GATE_UP = 12 << 20
 
 
 class DecodeChain:
@@ -38,13 +35,6 @@ class DecodeChain:
         self._caches = [(kv_cache[layer, 0], kv_cache[layer, 1]) for layer in range(self._config.num_layers)]
         self._scale = self._config.head_dim**-0.5
         self._fused = not self._config.qk_norm
-        self._prefetches = [self._prefetch(layer) for layer in self._weights.layers] if kv_cache.is_cuda else []
-
-    @staticmethod
-    def _prefetch(layer: LayerWeights) -> tuple[Prefetch, ...]:
-        """What the L2 cache fetches while attention waits: o, and as much of gate and up as there is time for."""
-        each = min(PREFETCHED_GATE_UP, layer.gate_up.nbytes) // 32 * 16
-        return Prefetch(layer.o, layer.o.nbytes // 16 * 16), Prefetch(layer.gate_up, each, 2)
 
     def run(self, num_rows: int, *, pdl: bool) -> None:
         """Launch the step for ``num_rows`` rows. ``pdl`` holds for the forms without cuBLAS."""
@@ -64,8 +54,7 @@ class DecodeChain:
         k_cache, v_cache = self._caches[layer]
         decode_attention.paged_decode_attention(
             buffers.q_BND[:B], k_cache, v_cache, meta, self._scale,
-            out=buffers.attended_BND[:B], workspace=buffers.attention_floats,
-            prefetch=self._prefetches[layer] if pdl and self._prefetches else (), pdl=pdl,
+            out=buffers.attended_BND[:B], workspace=buffers.attention_floats, pdl=pdl,
         )  # fmt: skip
 
     # -- one row ------------------------------------------------------------------------------------------------

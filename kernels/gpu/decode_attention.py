@@ -5,7 +5,6 @@ matrix product, so K and V are read once. Splits follow from the length on the d
 graph) serves every length. A length gives the same splits whatever else is in the batch bucket.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,14 +14,13 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.launch import pdl_options
-from kernels.gpu.prefetch import Prefetch, prefetch_l2
 from kernels.reference.attention import DecodeMeta
 
 LOG2_E = 1.4426950408889634
 # tl.dot wants at least 16 rows.
 SMALLEST_DOT = 16
-# Programs that fill a GPU of about 132 multiprocessors a few times over.
-ENOUGH_PROGRAMS = 512
+# About one program for each multiprocessor of a large GPU: more splits cost more in the combination than they save.
+ENOUGH_PROGRAMS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +35,9 @@ class DecodePlan:
 
 
 def decode_plan(num_rows: int, num_kv_heads: int) -> DecodePlan:
-    """Many small splits for few sequences: at batch 1 the latency of one split counts, not its bytes.
-
-    64 splits of 16 tokens beat 16 of 64 at a context of 1,024 (bench/kernels.py).
-    """
-    pairs = num_rows * num_kv_heads
-    splits = min(max(triton.next_power_of_2(ENOUGH_PROGRAMS // pairs), 1), 64)
-    return DecodePlan(splits, first=16 if splits >= 16 else 32, tile=64)
+    """Many small splits for few sequences, none where there are enough of them (figures in docs/decisions.md)."""
+    splits = min(max(triton.next_power_of_2(ENOUGH_PROGRAMS // (num_rows * num_kv_heads)), 1), 64)
+    return DecodePlan(splits, first=32, tile=32 if splits == 64 else 64, warps=8 if splits >= 8 else 4)
 
 
 def workspace_floats(num_rows: int, num_heads: int, head_dim: int, plan: DecodePlan) -> int:
@@ -61,13 +55,11 @@ def paged_decode_attention(
     out: Tensor | None = None,
     workspace: Tensor | None = None,
     plan: DecodePlan | None = None,
-    prefetch: Sequence[Prefetch] = (),
     pdl: bool = False,
 ) -> Tensor:
     """As `kernels.reference.attention.paged_decode_attention`; ``meta.host_lens`` are not used.
 
     ``out`` [B, N, D] and ``workspace`` (float32, at least `workspace_floats`) may be given, as a CUDA graph needs.
-    ``prefetch``: up to two ranges of weights to ask the L2 cache for meanwhile (on a GPU).
     """
     B, N, D = q_BND.shape
     K = k_cache.shape[2]
@@ -80,14 +72,11 @@ def paged_decode_attention(
     part = workspace[: B * N * plan.splits * D]
     stats = workspace[B * N * plan.splits * D :]
     rows = meta.block_tables if meta.table_rows is None else meta.table_rows
-    first_range, second_range = (*prefetch, None, None)[:2]
     _attend_split[(B, K, plan.splits)](
         q_BND, k_cache, v_cache, meta.block_tables, rows, meta.context_lens, part, stats, out,
         scale * LOG2_E, q_BND.stride(0), q_BND.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
         v_cache.stride(0), v_cache.stride(1), v_cache.stride(2), meta.block_tables.stride(0),
-        out.stride(0), out.stride(1), N, first, *_range(first_range), *_range(second_range),
-        PARTS_A=first_range.parts if first_range else 0, PARTS_B=second_range.parts if second_range else 0,
-        THREADS=32 * plan.warps, GROUP=group,
+        out.stride(0), out.stride(1), N, first, GROUP=group,
         ROWS=max(SMALLEST_DOT, triton.next_power_of_2(group)), D=D, D_PAD=triton.next_power_of_2(D),
         BLOCK_SIZE=meta.block_size, SPLITS=plan.splits, FIRST=plan.first, TILE=plan.tile,
         HAS_ROWS=meta.table_rows is not None, PDL=pdl, num_warps=plan.warps, num_stages=plan.stages, **pdl_options(pdl),
@@ -99,10 +88,6 @@ def paged_decode_attention(
             HAS_ROWS=meta.table_rows is not None, PDL=pdl, num_warps=4, **pdl_options(pdl),
         )  # fmt: skip
     return out
-
-
-def _range(prefetch: Prefetch | None) -> tuple[Tensor | None, int, int]:
-    return (None, 0, 0) if prefetch is None else (prefetch.weight, prefetch.bytes_each, prefetch.part_stride)
 
 
 @triton.jit
@@ -131,8 +116,7 @@ def _kv_offsets(table, t, ok, stride_block, stride_position, BLOCK_SIZE: tl.cons
 def _attend_split(
     q, k_cache, v_cache, tables, rows, lens, part, stats, out,
     scale, stride_qb, stride_qn, stride_kb, stride_kp, stride_kh, stride_vb, stride_vp, stride_vh, stride_tb,
-    stride_ob, stride_on, num_heads, first_head, range_a, bytes_a, stride_a, range_b, bytes_b, stride_b,
-    PARTS_A: tl.constexpr, PARTS_B: tl.constexpr, THREADS: tl.constexpr,
+    stride_ob, stride_on, num_heads, first_head,
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     SPLITS: tl.constexpr, FIRST: tl.constexpr, TILE: tl.constexpr, HAS_ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -157,12 +141,6 @@ def _attend_split(
                  mask=old[:, None] & d_ok, other=0.0)  # fmt: skip
     vx = tl.load(v_base + _kv_offsets(table, t, old, stride_vb, stride_vp, BLOCK_SIZE)[:, None],
                  mask=old[:, None] & d_ok, other=0.0)  # fmt: skip
-    program = (b * tl.num_programs(1) + h) * SPLITS + s
-    num_programs = tl.num_programs(0) * tl.num_programs(1) * SPLITS
-    if PARTS_A:
-        prefetch_l2(range_a, bytes_a, stride_a, program, num_programs, PARTS_A, THREADS)
-    if PARTS_B:
-        prefetch_l2(range_b, bytes_b, stride_b, program, num_programs, PARTS_B, THREADS)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
