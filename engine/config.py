@@ -7,7 +7,7 @@ from engine.errors import ConfigError
 BLOCK_SIZES = (8, 16, 32, 64)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
-KERNELS = ("auto", "reference")
+KERNELS = ("auto", "separate", "reference")
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
 DEFAULT_CPU_KV_BYTES = 1 << 30
 
@@ -27,8 +27,8 @@ class EngineConfig:
     None = 2 on cuda, and 1 on cpu, where nothing overlaps. ``max_queued_requests`` and ``max_queued_tokens`` bound
     the waiting queue. ``show_progress`` draws bars at the start. ``random_weights``: a seed for random weights
     of the shape that config.json describes, for a directory without weights; None = read its safetensors.
-    ``enforce_eager``: no CUDA graphs (they are used on cuda only). ``kernels`` "reference": the plain torch
-    operations, to compare with.
+    ``enforce_eager``: no CUDA graphs (they are used on cuda only). ``kernels``: "separate" launches one kernel per
+    operation, "reference" the plain torch operations; both without graphs, to compare with.
     """
 
     model: str

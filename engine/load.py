@@ -116,7 +116,7 @@ def _runner(
         "max_model_len": max_model_len,
         "eos_token_ids": eos_token_ids,
     }
-    if config.device == "cpu" or config.kernels == "reference":
+    if config.device == "cpu" or config.kernels != "auto":
         num_blocks = config.num_gpu_blocks or min(_blocks_in_budget(config, model, bytes_per_token), seats_can_fill)
         return Runner(model, num_blocks=num_blocks, **sizes), num_blocks
 
