@@ -6,7 +6,8 @@
 A batch of greedy outputs decodes; the runner is a pretence that returns the same token for every sample. What building
 tensors and launching kernels costs comes on top. Medians over steps in microseconds: `schedule` plans, `launched` and
 `commit` keep the requests' books, `rest` is what else `Engine.step` does, and `read` is a caller that looks at
-every event. A figure that grows with the context is a defect.
+every event. A figure that grows with the context is a defect. Contexts differ by up to a block, so that about as many
+outputs need a block in every step.
 """
 
 import argparse
@@ -113,10 +114,11 @@ class SteppedEngine:
 
 def measure_case(stepped: SteppedEngine, batch: int, context: int, args: argparse.Namespace) -> dict[str, Any]:
     """One row: the medians of the rounds, and their spread."""
-    prefill_steps = -(-batch * context // args.max_num_batched_tokens)
+    prefill_steps = -(-batch * (context + BLOCK_SIZE) // args.max_num_batched_tokens)
     new_tokens = 2 * WARM_UP + prefill_steps + args.rounds * args.steps + 2
     vocab_size = stepped.engine.info.limits.vocab_size
-    stepped.begin(random_prompts(batch, context, vocab_size, args.seed), new_tokens)
+    prompts = random_prompts(batch, context + BLOCK_SIZE, vocab_size, args.seed)
+    stepped.begin([prompt[number % BLOCK_SIZE :] for number, prompt in enumerate(prompts)], new_tokens)
     stepped.steps(WARM_UP)
     rounds = [stepped.steps(args.steps) for _ in range(args.rounds)]
     stepped.end()
@@ -146,8 +148,8 @@ def arguments() -> argparse.Namespace:
     made.add_argument("--pipeline-depth", type=int, choices=(1, 2), default=2)
     args = made.parse_args()
     args.engine = []
-    longest = max(args.contexts) + args.rounds * args.steps + 4 * WARM_UP
-    longest += -(-max(args.batches) * max(args.contexts) // args.max_num_batched_tokens)
+    longest = max(args.contexts) + BLOCK_SIZE + args.rounds * args.steps + 4 * WARM_UP
+    longest += -(-max(args.batches) * (max(args.contexts) + BLOCK_SIZE) // args.max_num_batched_tokens)
     args.num_gpu_blocks = 2 * max(args.batches) * -(-longest // BLOCK_SIZE)
     return args
 

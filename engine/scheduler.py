@@ -10,7 +10,7 @@ What runs for every output in every step is short and makes nothing but the row;
 
 from bisect import insort
 
-from engine.block_manager import BlockManager, PagedKVCache
+from engine.block_manager import BlockManager, NoFreeBlocks, PagedKVCache
 from engine.plan import PlanRow, Sample, StepPlan
 from engine.request import Output, Request, State
 from engine.tenants import OUTPUT_TOKEN_WEIGHT, TenantCounters
@@ -129,14 +129,16 @@ class Scheduler:
         assert cache is not None
         if start + count <= cache.writable_until:
             return True
-        while cache.blocks_missing(start + count, start) > self.manager.num_free:
-            victim = max(self._not_in(plan), key=_badness)
+        while True:
+            try:
+                plan.copies += cache.prepare_write(start + count, start)
+                return True
+            except NoFreeBlocks:
+                victim = max(self._not_in(plan), key=_badness)
             self._preempt(victim)
             plan.preempted.append(victim)
             if victim is output:
                 return False
-        plan.copies.extend(cache.prepare_write(start + count, start))
-        return True
 
     def _not_in(self, plan: StepPlan) -> list[Output]:
         """Running outputs that the plan neither computes nor samples."""
