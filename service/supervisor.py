@@ -124,11 +124,11 @@ class Supervisor:
             if wake in ready:
                 self._on_signals(wake, self._front)
             if self._front.process.sentinel in ready or self._engine.process.sentinel in ready:
-                return self._ended()
+                return self._ended(wait_for_engine=True)
             for child in [child for child in self._further if child.process.sentinel in ready]:
                 self._further.remove(child)
                 if not self._announced:
-                    return self._ended()
+                    return self._ended(wait_for_engine=False)
                 self._lost(child)
             if time.monotonic() >= self._kill_at:
                 log.error("the control front did not end in time; killing it")
@@ -175,12 +175,15 @@ class Supervisor:
         if code != ExitCode.OK:
             log.error("%s ended with code %s; the instance goes on without it", child.process.name, code)
 
-    def _ended(self) -> ExitCode:
-        """The instance is over. The fronts notice and tell their clients: they get the time for that."""
+    def _ended(self, *, wait_for_engine: bool) -> ExitCode:
+        """The instance is over. The fronts notice and tell their clients: they get the time for that.
+
+        When the control front failed, it may be because of the engine, which then tells why.
+        """
         engine, front = self._engine.process, self._front.process
         front.join(_CHILD_EXIT_WAIT)
         if front.exitcode != ExitCode.OK:
-            engine.join(_CHILD_EXIT_WAIT if front.exitcode == ExitCode.FAILED else 0)
+            engine.join(_CHILD_EXIT_WAIT if wait_for_engine and front.exitcode == ExitCode.FAILED else 0)
         for child in self._children:
             self._drain_messages(child.pipe)
         codes = [child.process.exitcode for child in self._children]
