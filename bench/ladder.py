@@ -5,13 +5,14 @@
 
 Seconds per token after a prompt, prefill not counted; every rung has the same weights and the same prompt. `tokens
 equal` is how many of the greedy tokens are the first engine rung's until the first that differs: another order of
-additions may decide a near tie otherwise, wrong numerics differ at once.
+additions may decide a near tie otherwise, wrong numerics differ at once. The engines have one seat, so that the one
+batch size that is measured is all that is captured.
 """
 
 import argparse
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,9 +21,7 @@ from bench.limits import bandwidth_lines, bandwidths, release, synchronize
 from bench.model_math import step_bytes
 from bench.options import engine_config, engine_options, finish, load_model, model_directory, parser
 from bench.report import spread, table
-from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.errors import ConfigError
 from engine.model.config import load_model_config
 from engine.naive import ContiguousDecoder, RecomputeDecoder
 from engine.sampling_params import SamplingParams
@@ -34,6 +33,8 @@ class Decoder(Protocol):
     def generate(self, prompt: list[int], max_tokens: int) -> list[int]: ...
 
     def seconds_per_token(self, prompt: list[int], tokens: int) -> float: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,9 @@ class Naive:
             times.append(time.perf_counter() - start)
         return (times[1] - times[0]) / tokens
 
+    def close(self) -> None:
+        """Its memory goes with it."""
+
 
 class Stepped:
     """An engine, step by step."""
@@ -80,54 +84,50 @@ class Stepped:
         self._driver.end()
         return seconds
 
+    def close(self) -> None:
+        self._driver.engine.close()
+
 
 def naive(kind: type[RecomputeDecoder] | type[ContiguousDecoder]) -> Callable[[argparse.Namespace, Path], Decoder]:
     return lambda args, directory: Naive(kind(*load_model(args, directory)), args.device)
 
 
 def engine(**options: Any) -> Callable[[argparse.Namespace, Path], Decoder]:
-    """Raises `Missing` when this build's EngineConfig does not know an option or its value."""
-
-    def build(args: argparse.Namespace, directory: Path) -> Decoder:
-        known = {field.name for field in fields(EngineConfig)}
-        if unknown := options.keys() - known:
-            raise Missing(f"EngineConfig has no {', '.join(sorted(unknown))}")
-        try:
-            return Stepped(Engine(engine_config(args, directory, **options)))
-        except ConfigError as error:
-            raise Missing(str(error)) from None
-
-    return build
-
-
-class Missing(Exception):
-    """A rung that this build cannot climb, in one line."""
+    return lambda args, directory: Stepped(Engine(engine_config(args, directory, max_num_seqs=1, **options)))
 
 
 # From the bottom up.
-RUNGS = [
-    Rung("recompute", naive(RecomputeDecoder)),
-    Rung("contiguous KV cache", naive(ContiguousDecoder)),
-    Rung("paged, reference kernels", engine(kernels="reference", enforce_eager=True, pipeline_depth=1)),
-    Rung("paged, Triton kernels", engine(kernels="auto", enforce_eager=True, pipeline_depth=1)),
-    Rung("+ fused steps in CUDA graphs", engine(kernels="auto", enforce_eager=False, pipeline_depth=1)),
-    Rung("+ overlapped steps", engine(kernels="auto", enforce_eager=False, pipeline_depth=2)),
-]
+NAIVE = [Rung("recompute", naive(RecomputeDecoder)), Rung("contiguous KV cache", naive(ContiguousDecoder))]
+PAGED = Rung("paged, reference kernels", engine(kernels="reference", pipeline_depth=1))
+RUNGS = {
+    "cuda": [
+        *NAIVE,
+        PAGED,
+        Rung("Triton, one kernel per operation", engine(kernels="separate", pipeline_depth=1)),
+        Rung("+ fused decode chain", engine(kernels="auto", enforce_eager=True, pipeline_depth=1)),
+        Rung("+ CUDA graphs, dependent launch", engine(kernels="auto", pipeline_depth=1)),
+        Rung("+ overlapped steps", engine(kernels="auto", pipeline_depth=2)),
+    ],
+    "cpu": [
+        *NAIVE,
+        PAGED,
+        Rung("kernels for the CPU", engine(kernels="auto", pipeline_depth=1)),
+        Rung("+ overlapped steps", engine(kernels="auto", pipeline_depth=2)),
+    ],
+}
 
 
 def climb(rung: Rung, args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """One rung at every context; what it held on the device is free again afterwards."""
     vocab = load_model_config(directory).vocab_size
-    try:
-        decoder = rung.build(args, directory)
-    except Missing as error:
-        return {"rung": rung.name, "skipped": str(error)}
+    decoder = rung.build(args, directory)
     result: dict[str, Any] = {"rung": rung.name, "contexts": {}}
     for context in args.contexts:
         (prompt,) = random_prompts(1, context, vocab, args.seed)
         tokens = decoder.generate(prompt, args.tokens)  # warms up
         seconds = [decoder.seconds_per_token(prompt, args.tokens) for _ in range(args.rounds)]
         result["contexts"][context] = {"ms_per_token": spread([1e3 * s for s in seconds]), "tokens": tokens}
+    decoder.close()
     del decoder
     release(args.device)
     return result
@@ -135,9 +135,8 @@ def climb(rung: Rung, args: argparse.Namespace, directory: Path) -> dict[str, An
 
 def equal_tokens(results: list[dict[str, Any]]) -> None:
     """Note how far each rung's tokens are the first engine rung's."""
-    done = [result for result in results if "skipped" not in result]
-    reference = next((result for result in done if result["rung"].startswith("paged")), done[-1])
-    for result in done:
+    reference = next(result for result in results if result["rung"] == PAGED.name)
+    for result in results:
         for context, figures in result["contexts"].items():
             expected = reference["contexts"][context]["tokens"]
             same = [a == b for a, b in zip(figures["tokens"], expected, strict=True)]
@@ -149,9 +148,6 @@ def rows(results: list[dict[str, Any]], contexts: list[int], limits: dict[int, f
     made = []
     for result in results:
         for context in contexts:
-            if "skipped" in result:
-                made.append([result["rung"], str(context), "skipped", *[""] * 5])
-                continue
             figures = result["contexts"][context]
             ms = figures["ms_per_token"]
             made.append(
@@ -185,16 +181,13 @@ def main() -> None:
     found = bandwidths(args.device)
     with model_directory(args) as directory:
         config = load_model_config(directory)
-        results = [climb(rung, args, directory) for rung in RUNGS]
+        results = [climb(rung, args, directory) for rung in RUNGS[args.device]]
     equal_tokens(results)
     itemsize = 4 if (args.dtype if args.dtype != "auto" else config.dtype) == "float32" else 2
     read = found["read"]["median"]
     limits = {c: 1e3 * step_bytes(config, itemsize, 1, c + args.tokens / 2) / read for c in args.contexts}
     print(bandwidth_lines(found))
     print(table(HEADER, rows(results, args.contexts, limits)))
-    for result in results:
-        if "skipped" in result:
-            print(f"skipped {result['rung']}: {result['skipped']}")
     finish(args, "ladder", {"bandwidth": found, "rungs": results})
 
 
