@@ -34,13 +34,14 @@ from kernels.reference.step import DecodeRows
 from scripts.make_shape_model import SHAPES, write_shape
 
 BLOCK_SIZE = 16
-GEMV_FIELDS = {"rows": (1, 2, 4, 8, 16), "k": (256, 512, 1024, 2048), "warps": (2, 4, 8)}
+GEMV_FIELDS = {"rows": (1, 2, 4, 8, 16), "k": (256, 512, 1024, 2048), "warps": (2, 4, 8), "ahead": (1, 2, 3)}
 SKINNY_FIELDS = {
     "rows": (16, 32, 64, 128),
     "k": (32, 64, 128, 256),
     "splits": (1, 2, 3, 4, 6, 8, 12),
     "stages": (2, 3, 4, 5, 6),
     "warps": (4, 8),
+    "ahead": (1, 2, 3, 4),
 }
 
 

@@ -67,15 +67,14 @@ class Runner:
         shape = (config.num_layers, 2, num_blocks, block_size, config.num_kv_heads, config.head_dim)
         self.kv_cache = allocate_kv(shape, dtype, device)
         self._state = SamplingState(num_slots, config.vocab_size, eos_token_ids, device)
-        self._sampler = Sampler(self._state, eos_token_ids)
+        self._sampler = Sampler(self._state)
         cos_sin = cos_sin_table(config, max_model_len).to(device)
         self._builder = BatchBuilder(self._state, cos_sin, dtype, block_size)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
         """Start a step: slot states, block copies, forward, sampling, in this order."""
-        for output in plan.admitted:
-            self._state.admit(output)
+        self._state.admit_all(plan.admitted)
         if plan.copies:
             self._copy_blocks(plan.copies)
         inputs = self._builder.build(plan)

@@ -74,7 +74,7 @@ class Sampler:
     its neighbours.
     """
 
-    def __init__(self, state: SamplingState, eos_token_ids: tuple[int, ...] = ()) -> None:
+    def __init__(self, state: SamplingState) -> None:
         self._state = state
 
     def sample(

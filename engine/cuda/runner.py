@@ -81,7 +81,7 @@ class CudaRunner:
         shape = (config.num_layers, 2, num_blocks, block_size, config.num_kv_heads, config.head_dim)
         self.kv_cache = allocate_kv(shape, embedding.dtype, self._device)
         self._state = SamplingState(num_slots, config.vocab_size, eos_token_ids, self._device)
-        self._sampler = Sampler(self._state, eos_token_ids)
+        self._sampler = Sampler(self._state)
         cos_sin_PD = cos_sin_table(config, max_model_len).to(self._device)
         max_blocks = -(-max_model_len // block_size)
         self._rows = DeviceRows(num_slots, max_blocks, block_size, self._state.last_token_S, self._device)
@@ -151,15 +151,14 @@ class CudaRunner:
             self._state.admit_all(plan.admitted)
             if plan.copies:
                 self._copy_blocks(plan.copies)
-            num_decode = next((i for i, row in enumerate(plan.rows) if not row.is_decode), len(plan.rows))
-            decode, chunks = plan.rows[:num_decode], plan.rows[num_decode:]
-            bucket = self._decode.bucket(num_decode) if decode else 0
+            decode, chunks = plan.decode, plan.chunks
+            bucket = self._decode.bucket(len(decode)) if decode else 0
             self._rows.place(decode, bucket, chunks)
             self._rows.send()
             parts = [self._launch_decode(decode, bucket)] if decode else []
             prompts: dict[int, _PromptLogprobs] = {}
             if chunks:
-                part, prompts = self._launch_chunks(chunks, num_decode)
+                part, prompts = self._launch_chunks(chunks, len(decode))
                 parts += [part] if part else []
             return CudaStep(self._results, parts, prompts)
 

@@ -69,9 +69,10 @@ class DecodeChain:
         gate_up_tile = gemv_tile("gate_up", 2 * I, H)
         for index, layer in enumerate(self._weights.layers):
             k_cache, v_cache = self._caches[index]
+            # The first waits for begin_decode as a whole: what that wrote is complete for all kernels that follow.
             gemv.norm_qkv_rope_store(
                 x_H, layer.input_norm_H, eps, layer.qkv, layer.qkv_bias, inputs.cos_sin_BD[0], q_ND,
-                k_cache, v_cache, inputs.kv_slots_B, qkv_tile, pdl=pdl,
+                k_cache, v_cache, inputs.kv_slots_B, qkv_tile, pdl=pdl and index > 0,
             )  # fmt: skip
             self._attend(1, index, meta, pdl)
             gemv.gemv_add(attended, layer.o, layer.o_bias, x_H, o_tile, pdl=pdl)
@@ -92,6 +93,7 @@ class DecodeChain:
         x_BH, normed_BH, act_BI = inputs.x_BH, buffers.normed_BH[:B], buffers.act_BI[:B]
         attended_BO, I = buffers.attended_BND[:B].flatten(1), config.intermediate_size  # noqa: E741
         gate_up_tile = skinny_tile("gate_up", 2 * I, config.hidden_size, B)
+        # Without dependent launch: what begin_decode wrote is complete for all kernels that follow.
         norm.rmsnorm(x_BH, self._weights.layers[0].input_norm_H, eps, out=normed_BH)
         for index, layer in enumerate(self._weights.layers):
             qkv_SBO = self._partial(normed_BH, layer.qkv, layer.qkv_bias, pdl)

@@ -94,7 +94,8 @@ class _Reader:
         self._checkpoint, self._config, self._dtype, self._device = checkpoint, config, dtype, device
 
     def get(self, name: str, *shape: int) -> Tensor:
-        return self._checkpoint.take(name, shape).to(device=self._device, dtype=self._dtype)
+        # First to the device, as it is: a conversion is cheaper there.
+        return self._checkpoint.take(name, shape).to(self._device).to(self._dtype)
 
     def head(self, embedding: Tensor) -> Tensor:
         name, shape = "lm_head.weight", (self._config.vocab_size, self._config.hidden_size)

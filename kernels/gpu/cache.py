@@ -11,9 +11,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.gpu.launch import next_power_of_2, pdl_options
+from kernels.gpu.launch import next_power_of_2, pdl_options, wait_for_earlier_kernels
 from kernels.reference.cache import HeadNorms
 
 # Up to so many tokens a program of `rope_and_store` has one head, for the latency; beyond, many, for the throughput.
@@ -173,9 +172,7 @@ def _rope_and_store_kernel(
         norm_ptr = tl.where(is_q, q_norm_ptr, k_norm_ptr) + i
         norm_low = tl.load(norm_ptr, mask=mask, other=0.0).to(tl.float32)
         norm_high = tl.load(norm_ptr + HALF, mask=mask, other=0.0).to(tl.float32)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_earlier_kernels(PDL)
 
     slot = tl.load(slots_ptr + token)
     cos_row = cos_sin_ptr + token * cos_sin_stride + i

@@ -11,9 +11,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.gpu.launch import pdl_options
+from kernels.gpu.launch import pdl_options, wait_for_earlier_kernels
 from kernels.reference.attention import DecodeMeta
 
 LOG2_E = 1.4426950408889634
@@ -122,8 +121,8 @@ def _attend_split(
 ):  # fmt: skip
     """One split of one sequence, for the query heads of one KV head.
 
-    Under PDL all KV but the newest token's is loaded before the wait: it was written at least two kernels ago.
-    Lengths and tables were, too. q and the newest token's KV come from the kernel right before.
+    Under PDL all KV but the newest token's is loaded before the wait: no kernel of the chain writes it, nor lengths and
+    tables. q and the newest token's KV come from the kernel right before.
     """
     b, h, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n = _length(rows, lens, b, HAS_ROWS)
@@ -141,9 +140,7 @@ def _attend_split(
                  mask=old[:, None] & d_ok, other=0.0)  # fmt: skip
     vx = tl.load(v_base + _kv_offsets(table, t, old, stride_vb, stride_vp, BLOCK_SIZE)[:, None],
                  mask=old[:, None] & d_ok, other=0.0)  # fmt: skip
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_earlier_kernels(PDL)
     if start >= n:
         return
     newest = (n - 1 + tl.arange(0, 1)).to(tl.int32)
@@ -204,9 +201,7 @@ def _combine_splits(
     s, d = tl.arange(0, SPLITS), tl.arange(0, D_PAD)
     used = s * _split_length(n, SPLITS, FIRST) < n
     at = (b.to(tl.int64) * num_heads + head) * SPLITS + s
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_earlier_kernels(PDL)
     if n == 0:
         return
     m = tl.load(stats + at * 2, mask=used, other=-float("inf"))

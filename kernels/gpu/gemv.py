@@ -4,9 +4,8 @@ One token's step reads every weight once and does little else, so these are stre
 folded in: RMSNorm in the prologue (the sum of squares grows in the same loop over K), bias, RoPE, the KV store,
 SiLU and the residual in the epilogue. The residual stream ``x_H`` is float32 and updated in place.
 
-Under programmatic dependent launch (``pdl=True``) a program asks for its weights before it waits for the kernel
-before: weights are never written. `gdc_launch_dependents` follows the wait at once, so that a kernel may start when
-the one before it has started completely; what it reads before its own wait is thereby at least two kernels old.
+Under programmatic dependent launch (``pdl=True``, `kernels.gpu.launch`) a program asks for its first weights before it
+waits for the kernels before it.
 """
 
 from dataclasses import dataclass
@@ -14,18 +13,19 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.gpu.launch import pdl_options
+from kernels.gpu.launch import pdl_options, wait_for_earlier_kernels
 
 
 @dataclass(frozen=True, slots=True)
 class GemvTile:
-    """``rows`` of the weight per program, ``k`` of its columns at a time, ``warps``."""
+    """``rows`` of the weight per program, ``k`` of its columns at a time, ``warps``; tiles of weights are loaded
+    ``ahead``, so many of them before the wait for the kernels before."""
 
     rows: int
     k: int
     warps: int
+    ahead: int = 1
 
 
 def norm_qkv_rope_store(
@@ -54,8 +54,8 @@ def norm_qkv_rope_store(
     _norm_qkv_rope_store[((N + 2 * K) * (D // 2 // tile.rows),)](
         x_H, norm_H, qkv_OH, bias_O, cos_sin_D, q_ND, k_cache, v_cache, slot, eps, qkv_OH.stride(0),
         k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), v_cache.stride(0), v_cache.stride(1),
-        v_cache.stride(2), H=H, BK=tile.k, PAIRS=tile.rows, N=N, K=K, D=D, BLOCK_SIZE=k_cache.shape[1],
-        HAS_BIAS=bias_O is not None, PDL=pdl, num_warps=tile.warps, **pdl_options(pdl),
+        v_cache.stride(2), H=H, BK=tile.k, AHEAD=_ahead(H, tile), PAIRS=tile.rows, N=N, K=K, D=D,
+        BLOCK_SIZE=k_cache.shape[1], HAS_BIAS=bias_O is not None, PDL=pdl, num_warps=tile.warps, **pdl_options(pdl),
     )  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def gemv_add(
     """``x += weight @ a + bias`` in float32, in place."""
     O, I = weight_OI.shape  # noqa: E741
     _gemv_add[(triton.cdiv(O, tile.rows),)](
-        a_I, weight_OI, bias_O, x_O, O, weight_OI.stride(0), I=I, BK=tile.k, ROWS=tile.rows,
+        a_I, weight_OI, bias_O, x_O, O, weight_OI.stride(0), I=I, BK=tile.k, AHEAD=_ahead(I, tile), ROWS=tile.rows,
         EVEN=O % tile.rows == 0, HAS_BIAS=bias_O is not None, PDL=pdl, num_warps=tile.warps, **pdl_options(pdl),
     )  # fmt: skip
 
@@ -84,7 +84,8 @@ def norm_gate_up_silu(
     """RMSNorm, both MLP products, ``silu(gate) * up``. ``tile.rows`` rows of gate and as many of up per program."""
     I, H = out_I.shape[0], x_H.shape[0]  # noqa: E741
     _norm_gate_up_silu[(triton.cdiv(I, tile.rows),)](
-        x_H, norm_H, gate_up_2IH, bias_2I, out_I, eps, I, gate_up_2IH.stride(0), H=H, BK=tile.k, ROWS=tile.rows,
+        x_H, norm_H, gate_up_2IH, bias_2I, out_I, eps, I, gate_up_2IH.stride(0), H=H, BK=tile.k,
+        AHEAD=_ahead(H, tile), ROWS=tile.rows,
         EVEN=I % tile.rows == 0, HAS_BIAS=bias_2I is not None, PDL=pdl, num_warps=tile.warps, **pdl_options(pdl),
     )  # fmt: skip
 
@@ -95,9 +96,13 @@ def norm_head(
     """The final RMSNorm and the logits in float32."""
     V, H = head_VH.shape
     _norm_head[(triton.cdiv(V, tile.rows),)](
-        x_H, norm_H, head_VH, logits_V, eps, V, head_VH.stride(0), H=H, BK=tile.k, ROWS=tile.rows,
-        EVEN=V % tile.rows == 0, PDL=pdl, num_warps=tile.warps, **pdl_options(pdl),
+        x_H, norm_H, head_VH, logits_V, eps, V, head_VH.stride(0), H=H, BK=tile.k, AHEAD=_ahead(H, tile),
+        ROWS=tile.rows, EVEN=V % tile.rows == 0, PDL=pdl, num_warps=tile.warps, **pdl_options(pdl),
     )  # fmt: skip
+
+
+def _ahead(inner: int, tile: GemvTile) -> int:
+    return min(tile.ahead, triton.cdiv(inner, tile.k))
 
 
 @triton.jit
@@ -121,7 +126,8 @@ def _inputs(x, k0, K: tl.constexpr, BK: tl.constexpr):
 def _norm_qkv_rope_store(
     x, norm, w, bias, cos_sin, q_out, k_cache, v_cache, slot_p, eps, stride_w,
     stride_kb, stride_kp, stride_kh, stride_vb, stride_vp, stride_vh,
-    H: tl.constexpr, BK: tl.constexpr, PAIRS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
+    H: tl.constexpr, BK: tl.constexpr, AHEAD: tl.constexpr, PAIRS: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
@@ -133,24 +139,26 @@ def _norm_qkv_rope_store(
     w_low = w + low.to(tl.int64)[:, None] * stride_w + k[None, :]
     w_high = w + high.to(tl.int64)[:, None] * stride_w + k[None, :]
     r_ok = i < HALF
-    a, b = _weights(w_low, r_ok, 0, H, BK, True), _weights(w_high, r_ok, 0, H, BK, True)
-    gamma = _inputs(norm, 0, H, BK)
+    a, b, gamma = (), (), ()
+    for j in tl.static_range(AHEAD):
+        a += (_weights(w_low, r_ok, j * BK, H, BK, True),)
+        b += (_weights(w_high, r_ok, j * BK, H, BK, True),)
+        gamma += (_inputs(norm, j * BK, H, BK),)
     if HAS_BIAS:
         bias_low, bias_high = tl.load(bias + low).to(tl.float32), tl.load(bias + high).to(tl.float32)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_earlier_kernels(PDL)
     acc_a, acc_b = tl.zeros((PAIRS, BK), tl.float32), tl.zeros((PAIRS, BK), tl.float32)
     squares = tl.zeros((BK,), tl.float32)
-    for k0 in tl.static_range(0, H, BK):
-        xv = _inputs(x, k0, H, BK)
+    for j in tl.static_range(tl.cdiv(H, BK)):
+        if (j + AHEAD) * BK < H:
+            a += (_weights(w_low, r_ok, (j + AHEAD) * BK, H, BK, True),)
+            b += (_weights(w_high, r_ok, (j + AHEAD) * BK, H, BK, True),)
+            gamma += (_inputs(norm, (j + AHEAD) * BK, H, BK),)
+        xv = _inputs(x, j * BK, H, BK)
         squares += xv * xv
-        xg = (xv * gamma)[None, :]
-        acc_a += a.to(tl.float32) * xg
-        acc_b += b.to(tl.float32) * xg
-        if k0 + BK < H:
-            a, b = _weights(w_low, r_ok, k0 + BK, H, BK, True), _weights(w_high, r_ok, k0 + BK, H, BK, True)
-            gamma = _inputs(norm, k0 + BK, H, BK)
+        xg = (xv * gamma[j])[None, :]
+        acc_a += a[j].to(tl.float32) * xg
+        acc_b += b[j].to(tl.float32) * xg
     rstd = tl.rsqrt(tl.sum(squares, 0) / H + eps)
     ya, yb = tl.sum(acc_a, 1) * rstd, tl.sum(acc_b, 1) * rstd
     if HAS_BIAS:
@@ -180,24 +188,24 @@ def _norm_qkv_rope_store(
 def _gemv_add(
     a, w, bias, x, num_rows, stride_w,
     I: tl.constexpr,  # noqa: E741
-    BK: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
+    BK: tl.constexpr, AHEAD: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
     HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     r_ok = r < num_rows
     rows = w + r.to(tl.int64)[:, None] * stride_w + tl.arange(0, BK)[None, :]
-    wt = _weights(rows, r_ok, 0, I, BK, EVEN)
+    wt = ()
+    for j in tl.static_range(AHEAD):
+        wt += (_weights(rows, r_ok, j * BK, I, BK, EVEN),)
     if HAS_BIAS:
         b = tl.load(bias + r, mask=r_ok, other=0.0).to(tl.float32)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_earlier_kernels(PDL)
     acc = tl.zeros((ROWS, BK), tl.float32)
     residual = tl.load(x + r, mask=r_ok, other=0.0).to(tl.float32)
-    for k0 in range(0, I, BK):
-        acc += wt.to(tl.float32) * _inputs(a, k0, I, BK)[None, :]
-        if k0 + BK < I:
-            wt = _weights(rows, r_ok, k0 + BK, I, BK, EVEN)
+    for j in tl.static_range(tl.cdiv(I, BK)):
+        if (j + AHEAD) * BK < I:
+            wt += (_weights(rows, r_ok, (j + AHEAD) * BK, I, BK, EVEN),)
+        acc += wt[j].to(tl.float32) * _inputs(a, j * BK, I, BK)[None, :]
     y = tl.sum(acc, 1) + residual
     if HAS_BIAS:
         y += b
@@ -206,7 +214,8 @@ def _gemv_add(
 
 @triton.jit
 def _norm_gate_up_silu(
-    x, norm, w, bias, out, eps, num_rows, stride_w, H: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr,
+    x, norm, w, bias, out, eps, num_rows, stride_w,
+    H: tl.constexpr, BK: tl.constexpr, AHEAD: tl.constexpr, ROWS: tl.constexpr,
     EVEN: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -214,25 +223,27 @@ def _norm_gate_up_silu(
     k = tl.arange(0, BK)
     w_gate = w + r.to(tl.int64)[:, None] * stride_w + k[None, :]
     w_up = w + (r + num_rows).to(tl.int64)[:, None] * stride_w + k[None, :]
-    g, u = _weights(w_gate, r_ok, 0, H, BK, EVEN), _weights(w_up, r_ok, 0, H, BK, EVEN)
-    gamma = _inputs(norm, 0, H, BK)
+    g, u, gamma = (), (), ()
+    for j in tl.static_range(AHEAD):
+        g += (_weights(w_gate, r_ok, j * BK, H, BK, EVEN),)
+        u += (_weights(w_up, r_ok, j * BK, H, BK, EVEN),)
+        gamma += (_inputs(norm, j * BK, H, BK),)
     if HAS_BIAS:
         bias_gate = tl.load(bias + r, mask=r_ok, other=0.0).to(tl.float32)
         bias_up = tl.load(bias + num_rows + r, mask=r_ok, other=0.0).to(tl.float32)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_earlier_kernels(PDL)
     acc_g, acc_u = tl.zeros((ROWS, BK), tl.float32), tl.zeros((ROWS, BK), tl.float32)
     squares = tl.zeros((BK,), tl.float32)
-    for k0 in tl.static_range(0, H, BK):
-        xv = _inputs(x, k0, H, BK)
+    for j in tl.static_range(tl.cdiv(H, BK)):
+        if (j + AHEAD) * BK < H:
+            g += (_weights(w_gate, r_ok, (j + AHEAD) * BK, H, BK, EVEN),)
+            u += (_weights(w_up, r_ok, (j + AHEAD) * BK, H, BK, EVEN),)
+            gamma += (_inputs(norm, (j + AHEAD) * BK, H, BK),)
+        xv = _inputs(x, j * BK, H, BK)
         squares += xv * xv
-        xg = (xv * gamma)[None, :]
-        acc_g += g.to(tl.float32) * xg
-        acc_u += u.to(tl.float32) * xg
-        if k0 + BK < H:
-            g, u = _weights(w_gate, r_ok, k0 + BK, H, BK, EVEN), _weights(w_up, r_ok, k0 + BK, H, BK, EVEN)
-            gamma = _inputs(norm, k0 + BK, H, BK)
+        xg = (xv * gamma[j])[None, :]
+        acc_g += g[j].to(tl.float32) * xg
+        acc_u += u[j].to(tl.float32) * xg
     rstd = tl.rsqrt(tl.sum(squares, 0) / H + eps)
     gate, up = tl.sum(acc_g, 1) * rstd, tl.sum(acc_u, 1) * rstd
     if HAS_BIAS:
@@ -242,25 +253,26 @@ def _norm_gate_up_silu(
 
 @triton.jit
 def _norm_head(
-    x, norm, w, logits, eps, num_rows, stride_w, H: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr,
+    x, norm, w, logits, eps, num_rows, stride_w,
+    H: tl.constexpr, BK: tl.constexpr, AHEAD: tl.constexpr, ROWS: tl.constexpr,
     EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     r_ok = r < num_rows
     rows = w + r.to(tl.int64)[:, None] * stride_w + tl.arange(0, BK)[None, :]
-    wt = _weights(rows, r_ok, 0, H, BK, EVEN)
-    gamma = _inputs(norm, 0, H, BK)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wt, gamma = (), ()
+    for j in tl.static_range(AHEAD):
+        wt += (_weights(rows, r_ok, j * BK, H, BK, EVEN),)
+        gamma += (_inputs(norm, j * BK, H, BK),)
+    wait_for_earlier_kernels(PDL)
     acc = tl.zeros((ROWS, BK), tl.float32)
     squares = tl.zeros((BK,), tl.float32)
-    for k0 in tl.static_range(0, H, BK):
-        xv = _inputs(x, k0, H, BK)
+    for j in tl.static_range(tl.cdiv(H, BK)):
+        if (j + AHEAD) * BK < H:
+            wt += (_weights(rows, r_ok, (j + AHEAD) * BK, H, BK, EVEN),)
+            gamma += (_inputs(norm, (j + AHEAD) * BK, H, BK),)
+        xv = _inputs(x, j * BK, H, BK)
         squares += xv * xv
-        acc += wt.to(tl.float32) * (xv * gamma)[None, :]
-        if k0 + BK < H:
-            wt = _weights(rows, r_ok, k0 + BK, H, BK, EVEN)
-            gamma = _inputs(norm, k0 + BK, H, BK)
+        acc += wt[j].to(tl.float32) * (xv * gamma[j])[None, :]
     rstd = tl.rsqrt(tl.sum(squares, 0) / H + eps)
     tl.store(logits + r, tl.sum(acc, 1) * rstd, mask=r_ok)

@@ -4,9 +4,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.gpu.launch import next_power_of_2, pdl_options
+from kernels.gpu.launch import next_power_of_2, pdl_options, wait_for_earlier_kernels
 
 
 def rmsnorm(x_TH: Tensor, weight_H: Tensor, eps: float, *, out: Tensor | None = None, pdl: bool = False) -> Tensor:
@@ -79,9 +78,7 @@ def _rmsnorm_kernel(
     h = tl.arange(0, BLOCK)
     mask = h < H
     weight = tl.load(weight_ptr + h, mask=mask, other=0.0).to(tl.float32)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_earlier_kernels(PDL)
     x_row = x_ptr + (row // inner) * x_stride + (row % inner) * x_inner_stride
     x = tl.load(x_row + h, mask=mask, other=0.0).to(tl.float32)
     y = x * tl.rsqrt(tl.sum(x * x) / H + eps) * weight
@@ -107,9 +104,7 @@ def _add_rmsnorm_kernel(
     h = tl.arange(0, BLOCK)
     mask = h < H
     weight = tl.load(weight_ptr + h, mask=mask, other=0.0).to(tl.float32)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_earlier_kernels(PDL)
     x_row = x_ptr + row * x_stride + h
     residual_row = residual_ptr + row * residual_stride + h
     residual = tl.load(residual_row, mask=mask, other=0.0)

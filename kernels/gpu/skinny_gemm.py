@@ -10,22 +10,23 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.gpu.launch import pdl_options
+from kernels.gpu.launch import pdl_options, wait_for_earlier_kernels
 
 MAX_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class SkinnyTile:
-    """``rows`` of the weight per program, ``k`` columns a stage, ``splits`` of the inner dimension, ``stages``."""
+    """``rows`` of the weight per program, ``k`` columns a stage, ``splits`` of the inner dimension, ``stages``; so
+    many tiles of weights ``ahead`` are loaded to registers before the wait for the kernels before."""
 
     rows: int
     k: int
     splits: int
     stages: int
     warps: int = 4
+    ahead: int = 1
 
 
 def skinny_gemm(
@@ -39,8 +40,9 @@ def skinny_gemm(
     assert out_SMO.shape == (tile.splits, M, O)
     _skinny_gemm[(triton.cdiv(O, tile.rows), tile.splits)](
         a_MI, weight_OI, bias_O, out_SMO, M, O, a_MI.stride(0), weight_OI.stride(0), out_SMO.stride(0),
-        out_SMO.stride(1), I=I, SPAN=_span(I, tile), BK=tile.k, ROWS=tile.rows, TOKENS=padded_tokens(M),
-        HAS_BIAS=bias_O is not None, PDL=pdl, num_warps=tile.warps, num_stages=tile.stages, **pdl_options(pdl),
+        out_SMO.stride(1), I=I, SPAN=_span(I, tile), BK=tile.k, AHEAD=min(tile.ahead, _span(I, tile) // tile.k),
+        ROWS=tile.rows, TOKENS=padded_tokens(M), HAS_BIAS=bias_O is not None, PDL=pdl,
+        num_warps=tile.warps, num_stages=tile.stages, **pdl_options(pdl),
     )  # fmt: skip
 
 
@@ -58,8 +60,8 @@ def skinny_gate_up_silu(
     assert tile.splits == 1
     _skinny_gate_up_silu[(triton.cdiv(I, tile.rows),)](
         a_MH, gate_up_2IH, bias_2I, out_MI, M, I, a_MH.stride(0), gate_up_2IH.stride(0), out_MI.stride(0),
-        H=H, BK=tile.k, ROWS=tile.rows, TOKENS=padded_tokens(M), HAS_BIAS=bias_2I is not None,
-        PDL=pdl, num_warps=tile.warps, num_stages=tile.stages, **pdl_options(pdl),
+        H=H, BK=tile.k, AHEAD=min(tile.ahead, triton.cdiv(H, tile.k)), ROWS=tile.rows, TOKENS=padded_tokens(M),
+        HAS_BIAS=bias_2I is not None, PDL=pdl, num_warps=tile.warps, num_stages=tile.stages, **pdl_options(pdl),
     )  # fmt: skip
 
 
@@ -74,10 +76,23 @@ def _span(inner: int, tile: SkinnyTile) -> int:
 
 
 @triton.jit
+def _weight_tile(rows, k, r_ok, K: tl.constexpr):
+    """[ROWS, BK] weights; each is read once, so the cache may give it up first."""
+    mask = r_ok[:, None] & (k < K)[None, :]
+    return tl.load(rows + k[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _token_tile(columns, k, m_ok, K: tl.constexpr):
+    """[BK, TOKENS] activations."""
+    return tl.load(columns + k[:, None], mask=(k < K)[:, None] & m_ok[None, :], other=0.0)
+
+
+@triton.jit
 def _skinny_gemm(
     a, w, bias, out, num_tokens, num_rows, stride_a, stride_w, stride_os, stride_om,
     I: tl.constexpr, SPAN: tl.constexpr,  # noqa: E741
-    BK: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    BK: tl.constexpr, AHEAD: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -86,17 +101,15 @@ def _skinny_gemm(
     r_ok, m_ok = r < num_rows, m < num_tokens
     w_rows = w + r.to(tl.int64)[:, None] * stride_w
     a_columns = a + m.to(tl.int64)[None, :] * stride_a
-    wt = tl.load(w_rows + k[None, :], mask=r_ok[:, None] & (k < I)[None, :], other=0.0, eviction_policy="evict_first")
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    at = tl.load(a_columns + k[:, None], mask=(k < I)[:, None] & m_ok[None, :], other=0.0)
-    acc = tl.dot(wt, at, input_precision="ieee")
-    for k0 in range(BK, SPAN, BK):
-        kk = k + k0
-        ok = kk < I
-        wt = tl.load(w_rows + kk[None, :], mask=r_ok[:, None] & ok[None, :], other=0.0, eviction_policy="evict_first")
-        at = tl.load(a_columns + kk[:, None], mask=ok[:, None] & m_ok[None, :], other=0.0)
+    first = ()
+    for j in tl.static_range(AHEAD):
+        first += (_weight_tile(w_rows, k + j * BK, r_ok, I),)
+    wait_for_earlier_kernels(PDL)
+    acc = tl.zeros((ROWS, TOKENS), tl.float32)
+    for j in tl.static_range(AHEAD):
+        acc = tl.dot(first[j], _token_tile(a_columns, k + j * BK, m_ok, I), acc, input_precision="ieee")
+    for k0 in range(AHEAD * BK, SPAN, BK):
+        wt, at = _weight_tile(w_rows, k + k0, r_ok, I), _token_tile(a_columns, k + k0, m_ok, I)
         acc = tl.dot(wt, at, acc, input_precision="ieee")
     if HAS_BIAS and s == 0:
         acc += tl.load(bias + r, mask=r_ok, other=0.0).to(tl.float32)[:, None]
@@ -107,8 +120,8 @@ def _skinny_gemm(
 @triton.jit
 def _skinny_gate_up_silu(
     a, w, bias, out, num_tokens, num_rows, stride_a, stride_w, stride_om,
-    H: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    PDL: tl.constexpr,
+    H: tl.constexpr, BK: tl.constexpr, AHEAD: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     m, k = tl.arange(0, TOKENS), tl.arange(0, BK)
@@ -116,26 +129,23 @@ def _skinny_gate_up_silu(
     w_gate = w + r.to(tl.int64)[:, None] * stride_w
     w_up = w + (r + num_rows).to(tl.int64)[:, None] * stride_w
     a_columns = a + m.to(tl.int64)[None, :] * stride_a
-    mask = r_ok[:, None] & (k < H)[None, :]
-    g = tl.load(w_gate + k[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
-    u = tl.load(w_up + k[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+    first_gate, first_up = (), ()
+    for j in tl.static_range(AHEAD):
+        first_gate += (_weight_tile(w_gate, k + j * BK, r_ok, H),)
+        first_up += (_weight_tile(w_up, k + j * BK, r_ok, H),)
     if HAS_BIAS:
         bias_gate = tl.load(bias + r, mask=r_ok, other=0.0).to(tl.float32)
         bias_up = tl.load(bias + num_rows + r, mask=r_ok, other=0.0).to(tl.float32)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    at = tl.load(a_columns + k[:, None], mask=(k < H)[:, None] & m_ok[None, :], other=0.0)
-    gate, up = tl.dot(g, at, input_precision="ieee"), tl.dot(u, at, input_precision="ieee")
-    for k0 in range(BK, H, BK):
-        kk = k + k0
-        ok = kk < H
-        mask = r_ok[:, None] & ok[None, :]
-        g = tl.load(w_gate + kk[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
-        u = tl.load(w_up + kk[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
-        at = tl.load(a_columns + kk[:, None], mask=ok[:, None] & m_ok[None, :], other=0.0)
-        gate = tl.dot(g, at, gate, input_precision="ieee")
-        up = tl.dot(u, at, up, input_precision="ieee")
+    wait_for_earlier_kernels(PDL)
+    gate, up = tl.zeros((ROWS, TOKENS), tl.float32), tl.zeros((ROWS, TOKENS), tl.float32)
+    for j in tl.static_range(AHEAD):
+        at = _token_tile(a_columns, k + j * BK, m_ok, H)
+        gate = tl.dot(first_gate[j], at, gate, input_precision="ieee")
+        up = tl.dot(first_up[j], at, up, input_precision="ieee")
+    for k0 in range(AHEAD * BK, H, BK):
+        at = _token_tile(a_columns, k + k0, m_ok, H)
+        gate = tl.dot(_weight_tile(w_gate, k + k0, r_ok, H), at, gate, input_precision="ieee")
+        up = tl.dot(_weight_tile(w_up, k + k0, r_ok, H), at, up, input_precision="ieee")
     if HAS_BIAS:
         gate, up = gate + bias_gate[:, None], up + bias_up[:, None]
     y = gate * tl.sigmoid(gate) * up

@@ -29,8 +29,17 @@ BLOCK_SIZE, MAX_BLOCKS, SLOTS = 8, 6, 70
 @pytest.fixture(
     scope="module",
     params=[
-        ("llama", {"attention_bias": True, "mlp_bias": True, "num_attention_heads": 6, "num_key_value_heads": 3}),
-        ("llama", {"head_dim": 20, "hidden_size": 100, "intermediate_size": 90, "tie_word_embeddings": True}),
+        (
+            "llama",
+            {
+                "attention_bias": True,
+                "mlp_bias": True,
+                "hidden_size": 96,
+                "num_attention_heads": 6,
+                "num_key_value_heads": 3,
+            },
+        ),
+        ("llama", {"head_dim": 20, "hidden_size": 100, "intermediate_size": 50, "tie_word_embeddings": True}),
         ("qwen2", {}),
         ("qwen3", {}),
     ],
@@ -38,7 +47,9 @@ BLOCK_SIZE, MAX_BLOCKS, SLOTS = 8, 6, 70
 )
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, device: str) -> Transformer:
     kind, overrides = request.param
-    sizes = {"hidden_size": 96, "intermediate_size": 80, "vocab_size": 130, "max_position_embeddings": 64}
+    sizes = {"hidden_size": 64, "intermediate_size": 40, "vocab_size": 70, "max_position_embeddings": 64}
+    if device == "cpu" and kind == "llama":
+        sizes["num_hidden_layers"] = 1  # the interpreter is slow
     directory: Path = make_model(tmp_path_factory.mktemp("model"), kind, **(sizes | overrides))
     config = load_model_config(directory)
     weights, _ = load_weights(directory, config, torch.float32, torch.device(device), show_progress=False)
@@ -80,7 +91,7 @@ def plain_logits(model: Transformer, kv_cache: Tensor, rows: DecodeRows, count: 
     return model.logits(model.hidden_states(batch, kv_cache))
 
 
-@pytest.mark.parametrize("count", [1, 5, 17, 70])
+@pytest.mark.parametrize("count", [1, 17, 70])
 @pytest.mark.parametrize("pdl", [False, True])
 @torch.inference_mode()
 def test_the_chain_equals_the_layers(model: Transformer, count: int, pdl: bool, device: str) -> None:

@@ -82,7 +82,8 @@ def test_decode_attention_with_any_block_size_rows_strides_and_padding(block_siz
     meta = DecodeMeta(full.block_tables.int(), lens, None, block_size, rows)
     q = random_q(5, 15, 64, torch.float32, device)[:, :9]
     out = torch.full((5, 11, 64), 7.0, device=device)
-    decode_attention.paged_decode_attention(q, layers[1, 0], layers[1, 1], meta, 0.125, out=out[:, 1:10])
+    plan = DecodePlan(4, 16, 32)
+    decode_attention.paged_decode_attention(q, layers[1, 0], layers[1, 1], meta, 0.125, out=out[:, 1:10], plan=plan)
     assert (out[[1, 4]] == 7).all(), "padded rows were written"
     assert (out[:, 0] == 7).all()
     assert (out[:, 10] == 7).all()
@@ -98,7 +99,8 @@ def test_decode_attention_of_a_rank(num_heads: int, size: int, first: int, devic
     paged = make_paged([40, 19], kv_heads[-1] + 1, 32, 16, torch.float32, device)
     q = random_q(2, num_heads, 32, torch.float32, device)
     meta = replace(decode_meta(paged, [40, 19], device), heads=heads)
-    ours = decode_attention.paged_decode_attention(q, paged.k_cache, paged.v_cache, meta, 0.2)
+    plan = DecodePlan(2, 16, 32)
+    ours = decode_attention.paged_decode_attention(q, paged.k_cache, paged.v_cache, meta, 0.2, plan=plan)
     exact = [
         dense(q[i : i + 1], paged.k[i][:, kv_heads], paged.v[i][:, kv_heads], n - 1, 0.2)
         for i, n in enumerate([40, 19])
