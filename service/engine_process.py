@@ -3,6 +3,7 @@
 One loop, one thread beside it per front (its outbox). The loop sleeps no longer than to the engine's nearest deadline.
 """
 
+import gc
 import logging
 import select
 import socket
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 IDLE_WAKE = 1.0
 SWITCH_INTERVAL = 2e-4  # s; the default of 5 ms lets the writer thread stall a 1 ms step
 _RECEIVE_BYTES = 1 << 20
+_COLLECT_AFTER = 50_000  # net new objects
 
 
 class EngineLike(Protocol):
@@ -80,7 +82,18 @@ def engine_main(options: EngineProcessOptions, fronts: Sequence[socket.socket], 
     except EngineError as error:
         supervisor.send(str(error))
         sys.exit(ExitCode.UNUSABLE)
+    _quiet_collector()
     server.serve()
+
+
+def _quiet_collector() -> None:
+    """What was loaded is never garbage, and steps make thousands of short-lived objects but no cycles.
+
+    With the default threshold a collection passes in every step of a large batch: 55 us at 256 rows.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_COLLECT_AFTER)
 
 
 class EngineServer:
