@@ -124,6 +124,56 @@ def test_decode_attention_does_not_depend_on_the_workspace(device: str) -> None:
     assert torch.equal(results[0], results[2])
 
 
+# -- large pools and long contexts ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def large_pool(device: str) -> Tensor:
+    """K and V of a layer, [2, blocks, 16, 8, 128] in bfloat16: more than 2^31 elements each, 9.1 GB in all."""
+    if device == "cpu":
+        pytest.skip("a pool this large is for a GPU")
+    return torch.zeros(2, 140_000, 16, 8, 128, dtype=torch.bfloat16, device=device)
+
+
+def test_decode_attention_and_store_beyond_two_to_the_31(large_pool: Tensor, device: str) -> None:
+    k_cache, v_cache = large_pool
+    assert k_cache.numel() > 2**31
+    last, dim = len(k_cache) - 1, 128
+    k_cache[last - 1 :], v_cache[last - 1 :] = torch.randn(2, 2, 16, 8, dim, device=device).bfloat16()
+    table = torch.tensor([[last, last - 1]], device=device)
+    q = random(1, 16, dim, dtype=torch.bfloat16, device=device)
+    meta = DecodeMeta(table, torch.tensor([20], device=device), (20,), 16)
+    ours = decode_attention.paged_decode_attention(q, k_cache, v_cache, meta, 0.1)
+    k = torch.cat((k_cache[last], k_cache[last - 1]))[:20].cpu()
+    v = torch.cat((v_cache[last], v_cache[last - 1]))[:20].cpu()
+    assert_close(ours.cpu(), dense(q, k, v, 19, 0.1), torch.bfloat16)
+    x, norm = random(64, dtype=torch.float32, device=device), torch.ones(64, dtype=torch.bfloat16, device=device)
+    weight = random(18 * dim, 64, dtype=torch.bfloat16, device=device, seed=2, scale=0.1)
+    slot = torch.tensor([last * 16 + 15], device=device)
+    turns = random(dim, dtype=torch.float32, device=device, seed=4)
+    heads = torch.empty(2, dim, dtype=torch.bfloat16, device=device)
+    gemv.norm_qkv_rope_store(
+        x, norm, 1e-5, weight, None, turns, heads, k_cache, v_cache, slot, GemvTile(4, 64, 4), pdl=False
+    )
+    assert (v_cache[last, 15] != 0).all()
+    assert not v_cache[0].any(), "a store wrapped around"
+
+
+@pytest.mark.parametrize("length", [8192, 32_768])
+def test_decode_attention_of_long_contexts(length: int, device: str) -> None:
+    if device == "cpu":
+        pytest.skip("a context this long is for a GPU")
+    generator = torch.Generator().manual_seed(5)
+    k, v = torch.randn(2, length, 2, 128, generator=generator).bfloat16().to(device)
+    table = torch.randperm(length // 16, generator=generator).to(device)
+    caches = torch.empty(2, length // 16, 16, 2, 128, dtype=torch.bfloat16, device=device)
+    caches[0, table], caches[1, table] = k.view(-1, 16, 2, 128), v.view(-1, 16, 2, 128)
+    q = random_q(1, 12, 128, torch.bfloat16, device)
+    meta = DecodeMeta(table[None], torch.tensor([length], device=device), (length,), 16)
+    ours = decode_attention.paged_decode_attention(q, caches[0], caches[1], meta, 0.05)
+    assert_close(ours.cpu(), dense(q, k.cpu(), v.cpu(), length - 1, 0.05), torch.bfloat16)
+
+
 # -- products of one token --------------------------------------------------------------------------------------
 
 
