@@ -1,6 +1,6 @@
 """The server under load over gRPC: latencies, tokens per message, goodput, and the CPU time of every process.
 
-    python -m bench.serve --concurrency 1 8 32 128 --requests 256 --json bench/results/serve.json
+    python -m bench.serve --concurrency 1 8 32 128 --json bench/results/serve.json
     python -m bench.serve --rates 4 8 16 --prompt-tokens exp:512 --prefix-tokens 1024 --prefix-share 0.5
     python -m bench.serve --device cpu --shape nano --concurrency 2 --requests 4 --output-tokens 8 --clients 1
 
@@ -9,6 +9,10 @@ processes with prompts of token ids. Each of --concurrency keeps so many request
 a Poisson process. TTFT: from sending a request to its first content message. TPOT: (end - first) / (tokens - 1) of
 a request. ICL: the gap between two messages of a stream; with several tokens in a message it is no TPOT. Goodput:
 requests per second that kept both limits.
+
+The first requests of --concurrency are sent at once, which is a burst of prompts: their TTFT is `burst` and counts
+nowhere else, and their outputs are cut at random so that the loops fall out of step. `full tok/s` is the rate from the
+last of their first tokens to the sending of the last request: while all are alive. `tok/s` is that of the whole run.
 """
 
 import argparse
@@ -93,15 +97,19 @@ def measure(
     requests = [request for answer in answers for request in answer["results"]]
     clients = sum(answer["cpu_seconds"] for answer in answers)
     limits = (args.ttft_limit / 1e3, args.tpot_limit / 1e3)
-    return {"load": name} | summary(requests, limits) | {"cpu_seconds": used | {"clients": clients}}
+    return {"load": name} | summary(requests, limits, workers) | {"cpu_seconds": used | {"clients": clients}}
 
 
-def summary(requests: list[dict[str, Any]], limits: tuple[float, float]) -> dict[str, Any]:
-    """Latencies in milliseconds and rates per second; ``limits`` on TTFT and TPOT in seconds."""
+def summary(requests: list[dict[str, Any]], limits: tuple[float, float], first_wave: int = 0) -> dict[str, Any]:
+    """Latencies in milliseconds and rates per second; ``limits`` on TTFT and TPOT in seconds.
+
+    The requests numbered below ``first_wave`` were sent at once: their TTFT is apart, ``first_wave_ttft_ms``.
+    """
     done = [request for request in requests if "error" not in request and request["times"]]
     if not done:
         return {"requests": len(requests), "errors": _errors(requests), "tokens": 0}
     ttft = [request["times"][0] - request["sent"] for request in done]
+    burst = [request["number"] < first_wave for request in done]
     tpot = [time_per_token(request) for request in done]
     gaps = [b - a for request in done for a, b in zip(request["times"], request["times"][1:], strict=False)]
     lags = [request["sent"] - request["at"] for request in done if request["at"] is not None]
@@ -114,14 +122,26 @@ def summary(requests: list[dict[str, Any]], limits: tuple[float, float]) -> dict
         "seconds": seconds,
         "tokens": tokens,
         "tokens_per_second": tokens / seconds,
+        "full_tokens_per_second": full_rate(done, first_wave),
         "requests_per_second": len(done) / seconds,
         "goodput": good / seconds,
-        "ttft_ms": percentiles([1e3 * value for value in ttft]),
+        "ttft_ms": percentiles([1e3 * value for value, early in zip(ttft, burst, strict=True) if not early]),
+        "first_wave_ttft_ms": percentiles([1e3 * value for value, early in zip(ttft, burst, strict=True) if early]),
         "tpot_ms": percentiles([1e3 * value for value in tpot if value is not None]),
         "icl_ms": percentiles([1e3 * value for value in gaps]),
         "tokens_per_message": tokens / sum(len(request["times"]) for request in done),
         "send_lag_ms": percentiles([1e3 * value for value in lags]),
     }
+
+
+def full_rate(done: list[dict[str, Any]], first_wave: int) -> float | None:
+    """Tokens per second while ``first_wave`` requests were alive and past their first burst; None without one."""
+    begin = max((r["times"][0] for r in done if r["number"] < first_wave), default=None)
+    end = max((r["sent"] for r in done if r["number"] >= first_wave), default=None)
+    if begin is None or end is None or end <= begin:
+        return None
+    messages = [message for r in done for message in zip(r["times"], r["tokens"], strict=True)]
+    return sum(tokens for time, tokens in messages if begin < time <= end) / (end - begin)
 
 
 def time_per_token(request: dict[str, Any]) -> float | None:
@@ -139,14 +159,14 @@ def _errors(requests: list[dict[str, Any]]) -> dict[str, int]:
 
 
 HEADER = [
-    "load", "req/s", "tok/s", "TTFT p50", "p99", "TPOT p50", "p99", "ICL p50", "p99", "tok/msg", "goodput",
-    "front us/tok", "engine", "clients",
+    "load", "req/s", "tok/s", "full tok/s", "TTFT p50", "p99", "burst p50", "p99", "TPOT p50", "p99", "ICL p50", "p99",
+    "tok/msg", "goodput", "front us/tok", "engine", "clients",
 ]  # fmt: skip
 
 
 def row(result: dict[str, Any]) -> list[str]:
     if not result["tokens"]:
-        return [result["load"], "no request was answered", *[""] * 12]
+        return [result["load"], "no request was answered", *[""] * (len(HEADER) - 2)]
 
     def times(name: str) -> list[str]:
         found = result[name]
@@ -160,7 +180,9 @@ def row(result: dict[str, Any]) -> list[str]:
         result["load"],
         f"{result['requests_per_second']:.2f}",
         f"{result['tokens_per_second']:.0f}",
+        f"{result['full_tokens_per_second']:.0f}" if result["full_tokens_per_second"] else "",
         *times("ttft_ms"),
+        *times("first_wave_ttft_ms"),
         *times("tpot_ms"),
         *times("icl_ms"),
         f"{result['tokens_per_message']:.2f}",
@@ -179,7 +201,7 @@ def arguments() -> argparse.Namespace:
     add("--connections", type=int, default=2, help="of each client process")
     add("--concurrency", type=int, nargs="*", default=[], help="requests kept alive")
     add("--rates", type=float, nargs="*", default=[], help="requests per second")
-    add("--requests", type=int, default=128, help="sent under each load")
+    add("--requests", type=int, metavar="N", help="sent under each load; unset = 4 of each kept alive or 10 s, >= 24")
     add("--prompt-tokens", type=Lengths.parse, default="512", metavar="N|A-B|exp:MEAN", help="after the prefix")
     add("--output-tokens", type=Lengths.parse, default="128", metavar="N|A-B|exp:MEAN")
     add("--prefix-tokens", type=int, default=0, metavar="N", help="of a shared prefix")
@@ -193,6 +215,10 @@ def arguments() -> argparse.Namespace:
     return args
 
 
+def number_of_requests(args: argparse.Namespace, workers: int, rate: float | None) -> int:
+    return args.requests or max(24, 4 * workers, round(10 * (rate or 0)))
+
+
 def main() -> None:
     args = arguments()
     workload = Workload(
@@ -201,7 +227,7 @@ def main() -> None:
     loads = [(f"{n} at once", n, None) for n in args.concurrency] + [(f"{r:g} per s", 0, r) for r in args.rates]
     with server_of(args) as server:
         results = [
-            measure(server, name, workload.plan(args.requests, rate), workers, args)
+            measure(server, name, workload.plan(number_of_requests(args, workers, rate), rate, workers), workers, args)
             for _ in range(args.rounds)
             for name, workers, rate in loads
         ]

@@ -55,17 +55,21 @@ class Workload:
     prefix_share: float
     seed: int
 
-    def plan(self, count: int, rate: float | None) -> list[Planned]:
+    def plan(self, count: int, rate: float | None, first_wave: int = 0) -> list[Planned]:
         """``count`` requests: a Poisson process of ``rate`` per second, or none of them timed.
 
-        The lengths do not depend on the rate.
+        The lengths do not depend on the rate. Outputs of the ``first_wave`` requests are cut at random: what is sent
+        together does not end together, so that those that follow arrive one by one, as they would later on.
         """
         lengths, arrivals, now = random.Random(f"{self.seed}-lengths"), random.Random(f"{self.seed}-arrivals"), 0.0
+        cuts = random.Random(f"{self.seed}-first-wave")
         planned = []
         for number in range(count):
             shared = lengths.random() < self.prefix_share
             prefix = lengths.randrange(self.prefixes) if shared else None
             prompt, output = self.prompts.draw(lengths), self.outputs.draw(lengths)
+            if number < first_wave:
+                output = cuts.randint(1, output)
             now += arrivals.expovariate(rate) if rate else 0.0
             at = now if rate else None
             planned.append(Planned(number, at, prompt, output, prefix, self.prefix_tokens if shared else 0))

@@ -129,13 +129,15 @@ def test_serve(run: Any, smollm2_dir: Path) -> None:
     options = ["--requests", "6", "--output-tokens", "4-8", "--prompt-tokens", "20", "--clients", "2"]
     result, printed = run("serve", *options, "--concurrency", "2", "--rates", "40", "--ttft-limit", "60000")
     assert result["start"]["ready_seconds"] < result["start"]["first_token_seconds"]
-    planned = Workload(Lengths.parse("20"), Lengths.parse("4-8"), 0, 1, 0.0, 0).plan(6, None)
+    workload = Workload(Lengths.parse("20"), Lengths.parse("4-8"), 0, 1, 0.0, 0)
     assert [row["load"] for row in result["rows"]] == ["2 at once", "40 per s"]
-    for row in result["rows"]:
+    for row, first_wave in zip(result["rows"], (2, 0), strict=True):
         assert (row["requests"], row["errors"]) == (6, {})
-        assert row["tokens"] == sum(request.output_tokens for request in planned)
+        assert row["tokens"] == sum(request.output_tokens for request in workload.plan(6, None, first_wave))
         assert 1 <= row["tokens_per_message"] <= 8
-        assert row["ttft_ms"]["count"] == 6
+        assert row["ttft_ms"]["count"] == 6 - first_wave
+        assert row["first_wave_ttft_ms"].get("count", 0) == first_wave
+        assert (row["full_tokens_per_second"] is None) == (first_wave == 0)
         names = set(row["cpu_seconds"])
         assert {"supervisor", "engine-0", "clients"} <= names
         assert any(name.startswith("front") for name in names)
@@ -156,8 +158,12 @@ def test_a_workload_is_what_was_asked_for_and_the_same_for_a_seed() -> None:
     arrivals = [request.at for request in planned if request.at is not None]
     assert arrivals == sorted(arrivals)
     assert arrivals[-1] == pytest.approx(40, rel=0.1)
-    untimed = workload.plan(2000, None)
+    untimed = workload.plan(2000, None, first_wave=500)
     assert [(r.prompt_tokens, r.at) for r in untimed] == [(r.prompt_tokens, None) for r in planned]
+    assert [r.output_tokens for r in untimed[500:]] == [r.output_tokens for r in planned[500:]]
+    cut = [(r.output_tokens, p.output_tokens) for r, p in zip(untimed[:500], planned, strict=False)]
+    assert all(1 <= ours <= whole for ours, whole in cut)
+    assert sum(ours for ours, _ in cut) == pytest.approx(sum(whole for _, whole in cut) / 2, rel=0.2)
     shares = split(planned, 3)
     assert sorted(request["number"] for share in shares for request in share) == list(range(2000))
 
@@ -195,6 +201,12 @@ def test_latencies_of_requests() -> None:
     assert seen["tokens_per_message"] == 8 / 5
     assert seen["errors"] == {"UNAVAILABLE: x": 1}
     assert seen["send_lag_ms"]["max"] == 250
+    assert seen["first_wave_ttft_ms"] == {}
+    assert seen["full_tokens_per_second"] is None
+    apart = summary(requests, limits=(0.3, 0.2), first_wave=1)
+    assert (apart["first_wave_ttft_ms"]["max"], apart["ttft_ms"]["max"]) == (250, 1000)
+    assert apart["full_tokens_per_second"] == 3 / 0.5, "3 tokens from 0.5, the first token, to 1.0, the last request"
+    assert apart["goodput"] == seen["goodput"]
 
 
 def test_percentiles_are_nearest_ranks() -> None:
