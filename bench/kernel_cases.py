@@ -1,5 +1,7 @@
 """The cases of `bench.kernels`: one small builder per kernel, listed in `BUILDERS`. A new kernel is one more of them.
 
+These are the operations of `kernels.ops`; `bench.chain_cases` adds the kernels of the decode chain.
+
 Shapes: T tokens, H hidden, N query heads, K KV heads, D head_dim, V vocabulary, B sequences.
 """
 
@@ -26,7 +28,8 @@ BLOCK_SIZE = 16
 class Case:
     """One kernel at one size. ``calls``: the kernel on every copy of its data; ``peer``: torch's product on the same.
 
-    ``nbytes`` are read and written at least, ``flops`` computed, by one call.
+    ``nbytes`` are read and written at least, ``flops`` computed, by one call. ``plain``: without dependent launch what
+    is with it in ``calls``.
     """
 
     name: str
@@ -35,6 +38,7 @@ class Case:
     nbytes: float
     flops: float = 0.0
     peer: list[Call] = field(default_factory=list)
+    plain: list[Call] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -148,8 +152,8 @@ def rope_and_store(bench: Bench) -> Iterator[Case]:
         cos_sin, slots = bench.random(tokens, c.head_dim), bench.integers(torch.randperm(tokens))
         calls = []
         for _ in bench.copies(2 * row_bytes):
-            qkv, (k_cache, v_cache) = bench.random(tokens, heads, c.head_dim), _caches(bench, -(-tokens // BLOCK_SIZE))
-            calls.append(_rope_and_store(qkv, c.num_kv_heads, cos_sin, k_cache, v_cache, slots, norm))
+            qkv, caches = bench.random(tokens, heads, c.head_dim), kv_caches(bench, -(-tokens // BLOCK_SIZE))
+            calls.append(_rope_and_store(qkv, c.num_kv_heads, cos_sin, *caches, slots, norm))
         yield Case("rope_and_store", f"{tokens} x {heads} x {c.head_dim}", calls, 2 * row_bytes + cos_sin.nbytes)
 
 
@@ -157,7 +161,7 @@ def _rope_and_store(qkv: Tensor, *arguments: Any) -> Call:
     return lambda: ops.rope_and_store(qkv, *arguments)
 
 
-def _caches(bench: Bench, blocks: int) -> tuple[Tensor, Tensor]:
+def kv_caches(bench: Bench, blocks: int) -> tuple[Tensor, Tensor]:
     shape = (blocks, BLOCK_SIZE, bench.config.num_kv_heads, bench.config.head_dim)
     return bench.random(*shape), bench.random(*shape)
 
@@ -175,7 +179,7 @@ def decode_attention(bench: Bench) -> Iterator[Case]:
             lengths = bench.integers([context] * batch)
             meta = ops.DecodeMeta(tables, lengths, (context,) * batch, BLOCK_SIZE)
             q = bench.random(batch, c.num_heads, c.head_dim)
-            caches = [_caches(bench, batch * blocks) for _ in bench.copies(kv_bytes)]
+            caches = [kv_caches(bench, batch * blocks) for _ in bench.copies(kv_bytes)]
             calls = [_decode(q, k_cache, v_cache, meta) for k_cache, v_cache in caches]
             flops = 4.0 * batch * context * c.num_heads * c.head_dim
             yield Case("decode attention", f"{batch} x {context}", calls, kv_bytes + 2 * q.nbytes, flops)
@@ -193,7 +197,7 @@ def prefill_attention(bench: Bench) -> Iterator[Case]:
         blocks = -(-context // BLOCK_SIZE)
         tables = bench.integers(torch.randperm(blocks)[None])
         kv_bytes = 2.0 * context * c.num_kv_heads * c.head_dim * bench.itemsize
-        caches = [_caches(bench, blocks) for _ in bench.copies(max(kv_bytes, COPIES_BYTES[bench.device] // 8))]
+        caches = [kv_caches(bench, blocks) for _ in bench.copies(max(kv_bytes, COPIES_BYTES[bench.device] // 8))]
         for count in (context, max(context // 4, 1)):
             starts, contexts = (0, count), (context,)
             meta = ops.PrefillMeta(
@@ -229,42 +233,51 @@ def _copy(cache: Tensor, sources: Tensor, targets: Tensor) -> Call:
     return lambda: ops.copy_blocks(cache, sources, targets)
 
 
+# What an engine launches on a GPU: no batch is sampled in any other way (`engine.cuda.decode`).
+PLAIN = ops.SamplingStages(noise=True)
+FULL = ops.SamplingStages(penalties=True, bias=True, stops=True, filters=True, noise=True)
+
+
 def sampling(bench: Bench) -> Iterator[Case]:
-    """A draw for every row: greedy, from the whole vocabulary, with filters, and with penalties.
+    """A draw for every row: greedy rows and random ones; with all stages where each row wants all, and none wants any.
 
     ``nbytes``: the logits once; penalties read counts and flags as well.
     """
     V = bench.config.vocab_size
-    kinds = {
-        "sample greedy": ops.SamplingStages(),
-        "sample": ops.SamplingStages(noise=True),
-        "sample top-k, top-p": ops.SamplingStages(noise=True, filters=True),
-        "sample penalties": ops.SamplingStages(noise=True, penalties=True),
-    }
     for rows in (tokens for tokens in bench.tokens if tokens <= 256):
         logits_bytes = 4.0 * rows * V
         logits = [bench.random(rows, V, dtype=torch.float32) for _ in bench.copies(logits_bytes)]
         slots, positions = bench.integers(range(rows)), bench.integers(range(100, 100 + rows))
         out = ops.SamplingOut.allocate(rows, torch.device(bench.device))
-        for name, stages in kinds.items():
-            state = _sampling_state(bench, rows, stages)
+        for name, stages, random, everything in (
+            ("sample plain, greedy rows", PLAIN, False, False),
+            ("sample plain", PLAIN, True, False),
+            ("sample full, greedy rows", FULL, False, False),
+            ("sample full", FULL, True, True),
+        ):
+            state = _sampling_state(bench, rows, random, everything)
             calls = [_sample(x, slots, positions, state, stages, out) for x in logits]
-            yield Case(name, f"{rows} x {V}", calls, logits_bytes * (2.25 if stages.penalties else 1))
+            yield Case(name, f"{rows} x {V}", calls, logits_bytes * (2.25 if everything else 1))
 
 
-def _sampling_state(bench: Bench, rows: int, stages: ops.SamplingStages) -> ops.SamplingTensors:
+def _sampling_state(bench: Bench, rows: int, random: bool, everything: bool) -> ops.SamplingTensors:
+    """Slots at temperature 1 where ``random``; with penalties, a bias, a stop and filters where ``everything``.
+
+    Logits are changed in place, and a case samples the same ones again and again: so the changes are next to nothing.
+    """
     state = ops.SamplingTensors.allocate(rows, bench.config.vocab_size, 1, 1, torch.device(bench.device))
     state.seed_S.copy_(bench.integers(range(rows)))
-    if stages.noise:
+    if random:
         state.temperature_S.fill_(1)
-    if stages.filters:
+    if everything:
         state.top_k_S.fill_(50)
         state.top_p_S.fill_(0.95)
-    if stages.penalties:
         state.counts_SV.random_(0, 2)
         state.in_prompt_SV.copy_(state.counts_SV > 0)
-        state.presence_S.fill_(0.1)
-        state.repetition_S.fill_(1.01)  # the logits are changed in place: a larger one would overflow them
+        state.presence_S.fill_(1e-30)
+        state.num_bias_S.fill_(1)
+        state.num_stops_S.fill_(1)
+        state.stops_from_S.fill_(1000)
     return state
 
 

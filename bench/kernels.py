@@ -7,16 +7,18 @@
 On a GPU the calls are captured in a CUDA graph that goes round at least 8 copies of what the kernel reads, more than
 the caches hold; a kernel that waits for the host cannot be captured and is timed as it is (`eager`). `of read bw` and
 `of matmul` compare with the read bandwidth and a large product measured in this run; `torch` is `F.linear` on the
-same copies, in turn with ours.
+same copies, in turn with ours. The kernels of the decode chain run under dependent launch as there; `plain us` is the
+time without. They are Triton's: on a CPU they are left out, unless TRITON_INTERPRET=1.
 """
 
 import argparse
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from bench.kernel_cases import BUILDERS, Bench, Call, Case
+from bench.kernel_cases import BUILDERS, Bench, Call, Case, decode_attention
 from bench.limits import bandwidth_lines, bandwidths, matmul_rate, seconds_of, synchronize
 from bench.options import finish, model_directory, parser
 from bench.report import spread, table
@@ -81,13 +83,15 @@ def measure(case: Case, device: str, rounds: int) -> dict[str, Any]:
     if not case.calls:
         return result | {"skipped": "its copies do not fit"}
     ours = Timed(case.calls, device)
-    peer = Timed(case.peer, device) if case.peer else None
-    times, theirs = [], []
+    others = {name: Timed(calls, device) for name, calls in (("torch", case.peer), ("plain", case.plain)) if calls}
+    times: list[float] = []
+    theirs: dict[str, list[float]] = {name: [] for name in others}
     for _ in range(rounds):
         times += ours.seconds(5)
-        theirs += peer.seconds(5) if peer else []
+        for name, other in others.items():
+            theirs[name] += other.seconds(5)
     result |= {"mode": ours.mode, "copies": len(case.calls), "us": spread([1e6 * t for t in times])}
-    return result | ({"torch_us": spread([1e6 * t for t in theirs])} if theirs else {})
+    return result | {f"{name}_us": spread([1e6 * t for t in some]) for name, some in theirs.items()}
 
 
 def add_shares(result: dict[str, Any], read: float, matmul: float) -> None:
@@ -100,14 +104,16 @@ def add_shares(result: dict[str, Any], read: float, matmul: float) -> None:
     result["share_of_matmul"] = result["flops_per_second"] / matmul
 
 
-HEADER = ["kernel", "size", "us", "min-max", "GB/s", "of read bw", "TFLOP/s", "of matmul", "torch us", "mode"]
+HEADER = [
+    "kernel", "size", "us", "min-max", "GB/s", "of read bw", "TFLOP/s", "of matmul", "plain us", "torch us", "mode",
+]  # fmt: skip
 
 
 def row(result: dict[str, Any]) -> list[str]:
     head = [result["kernel"], result["size"]]
     if "skipped" in result:
-        return [*head, "skipped", *[""] * 7]
-    us, theirs = result["us"], result.get("torch_us")
+        return [*head, "skipped", *[""] * (len(HEADER) - 3)]
+    us = result["us"]
     return [
         *head,
         f"{us['median']:.2f}",
@@ -116,23 +122,32 @@ def row(result: dict[str, Any]) -> list[str]:
         f"{100 * result['share_of_read_bandwidth']:.1f} %",
         f"{result['flops_per_second'] / 1e12:.2f}" if result["flops"] else "",
         f"{100 * result['share_of_matmul']:.1f} %" if result["flops"] else "",
-        f"{theirs['median']:.2f}" if theirs else "",
+        *(f"{result[name]['median']:.2f}" if name in result else "" for name in ("plain_us", "torch_us")),
         result["mode"],
     ]
 
 
+def builders(device: str) -> list[Callable[[Bench], Iterator[Case]]]:
+    """All that can run; what Triton has is imported where Triton runs only."""
+    if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return BUILDERS
+    from bench.chain_cases import CHAIN_BUILDERS
+
+    return [*(builder for builder in BUILDERS if builder is not decode_attention), *CHAIN_BUILDERS]
+
+
 def cases(bench: Bench, only: list[str]) -> Iterator[Case]:
     """The cases of every builder whose name contains one of ``only``, or of all."""
-    for builder in BUILDERS:
+    for builder in builders(bench.device):
         if not only or any(word in builder.__name__ for word in only):
             yield from builder(bench)
 
 
 def arguments() -> argparse.Namespace:
     made = parser(__doc__, rounds=5)
-    made.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 128, 2048], help="rows of a step")
+    made.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 64, 128, 2048], help="rows of a step")
     made.add_argument("--contexts", type=int, nargs="+", default=[128, 1024, 8192], help="of decode attention")
-    made.add_argument("--prefills", type=int, nargs="+", default=[512, 2048, 8192], help="of prefill attention")
+    made.add_argument("--prefills", type=int, nargs="+", default=[512, 2118, 8192], help="of prefill attention")
     made.add_argument("--only", nargs="*", default=[], metavar="WORD", help="builders whose name contains one of these")
     return made.parse_args()
 

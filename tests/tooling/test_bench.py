@@ -9,8 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from bench import kernel_cases, kernels
+from bench.chain_cases import CHAIN_BUILDERS, chained
 from bench.gpu_busy import busy_and_span
+from bench.kernel_cases import Bench
 from bench.ladder import RUNGS
 from bench.load_client import tokens_of_messages
 from bench.mixed import arrival_times
@@ -18,6 +22,7 @@ from bench.model_math import prefill_flops, step_bytes
 from bench.report import percentiles
 from bench.serve import summary
 from bench.workload import Lengths, Workload, split, token_ids
+from engine.cuda import decode
 from engine.model.config import load_model_config
 from scripts.make_shape_model import write_shape, write_tokenizer
 from service.tokenizer import Tokenizer
@@ -84,7 +89,9 @@ def test_prefill(run: Any) -> None:
     assert "2 x 24" in printed
 
 
-def test_kernels(run: Any) -> None:
+def test_kernels(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a CPU has. Kernels of the decode chain come with Triton's interpreter."""
+    monkeypatch.delenv("TRITON_INTERPRET")
     options = ["--tokens", "1", "3", "--contexts", "20", "--prefills", "24", "--rounds", "1"]
     result, printed = run("kernels", *options)
     by_name: dict[str, list[Result]] = {}
@@ -101,6 +108,50 @@ def test_kernels(run: Any) -> None:
         assert ("torch_us" in kernel) == kernel["kernel"].startswith("linear")
     only, _ = run("kernels", *options, "--only", "silu")
     assert {kernel["kernel"] for kernel in only["kernels"]} == {"silu_mul"}
+    nothing, _ = run("kernels", *options, "--only", "partial_sum_norms")
+    assert nothing["kernels"] == []
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    chained, _ = run("kernels", *options, "--only", "partial_sum_norms")
+    assert [kernel["kernel"] for kernel in chained["kernels"]] == ["add_rmsnorm of sums"]
+
+
+@pytest.mark.parametrize("shape", ["nano", "qwen3-0.6b"])
+def test_kernels_of_the_decode_chain(shape: str, tmp_path: Path) -> None:
+    """Each case runs, once and interpreted; with norms of q and k there is no fused row."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "vocab_size": 256}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = load_model_config(write_shape(tmp_path, shape, **sizes))
+    bench = Bench(config, "cpu", torch.float32, [1, 3, 300], [20], [])
+    seen = {}
+    for builder in CHAIN_BUILDERS:
+        for case in builder(bench):
+            case.calls[0]()
+            seen[case.name, case.size] = case
+    products = {name for name, _ in seen if name.startswith(("gemv", "skinny"))}
+    matrices = ["qkv", "o", "gate_up", "down", "head"]
+    fused = [] if config.qk_norm else [f"gemv {name}" for name in matrices]
+    assert products == {*fused, *(f"skinny {name}" for name in matrices)}
+    down = seen["skinny down", "3 x 128 -> 64"]
+    assert (down.nbytes, down.flops) == (4 * (128 * 64 + 3 * 128 + 3 * 64), 2 * 3 * 128 * 64)
+    assert seen["add_rmsnorm of sums", "1 x 3 x 64"].nbytes == 4 * 3 * 64 * (1 + 2 + 1)
+    assert seen["decode attention", "3 x 20"].nbytes == 4 * 3 * (20 * 2 * 2 * 16 + 2 * 4 * 16)
+    assert "300" not in str(list(seen)), "the chain has other products for so many rows, and attention ends at 256"
+
+
+def test_kernels_are_measured_with_and_without_dependent_launch(tmp_path: Path) -> None:
+    launched: list[bool] = []
+    bench = Bench(load_model_config(write_shape(tmp_path, "nano")), "cuda", torch.float32, [], [], [])
+    case = chained(bench, "x", "1", [lambda *, pdl: launched.append(pdl)], 8.0)
+    result = kernels.measure(case, "cpu", rounds=1)
+    assert launched == [True] * 1 + [False] * 1 + [True] * 6 + [False] * 6
+    kernels.add_shares(result, 1e9, 1e12)
+    assert len(kernels.row(result)) == len(kernels.HEADER)
+    assert result["plain_us"]["min"] > 0
+    assert "torch_us" not in result
+
+
+def test_sampling_is_measured_as_engines_launch_it() -> None:
+    assert (kernel_cases.PLAIN, kernel_cases.FULL) == (decode.PLAIN, decode.FULL)
 
 
 def test_ladder(run: Any) -> None:
