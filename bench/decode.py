@@ -6,8 +6,9 @@
 Tokens go in and come out through `Engine.add` and `Engine.step`, greedy, EOS ignored. A batch is admitted once; after
 its warm-up it takes ``--rounds`` times ``--steps`` steps, so a row begins at its context and ends that much further on.
 `of read bw` compares the bytes that a step must read (weights once, KV of every sequence) with the read bandwidth
-measured in this run. `idle` is the share of 200 profiled steps in which no kernel ran. `cpu` is the engine's time per
-step without its waits for the GPU. `whole run` counts prefill as well.
+measured in this run. `idle` is the share of some profiled steps in which no kernel ran. `cpu` is the engine's time per
+step without its waits for the GPU. `whole run` counts prefill as well. Batches whose prompts together would take longer
+to compute than what is measured, or that the KV pool cannot hold, are skipped and named.
 """
 
 import argparse
@@ -28,17 +29,18 @@ from engine.model.loader import DTYPES
 
 WARM_UP = 10
 EAGER, COMPILED = "transformers eager", "transformers static cache + compile"
-WHOLE_RUN_CONTEXTS = 2048  # no whole runs beyond: they would measure prefill
+WHOLE_RUN_TOKENS = 40_000  # of a batch's prompts; no whole runs beyond: they would measure prefill
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a case is measured."""
+    """How a case is measured. ``prompt_tokens``: of a batch, at most."""
 
     rounds: int
     steps: int
     profiled: int
     whole_tokens: int
+    prompt_tokens: int
     seed: int
 
     @property
@@ -46,9 +48,11 @@ class Plan:
         return WARM_UP + self.rounds * self.steps + self.profiled
 
 
-def reason_to_skip(engine: Engine, batch: int, context: int, new_tokens: int) -> str | None:
-    """Why a case cannot run on this engine, None when it can."""
+def reason_to_skip(engine: Engine, batch: int, context: int, new_tokens: int, prompt_tokens: int) -> str | None:
+    """Why a case is not run on this engine, None when it is."""
     limits = engine.info.limits
+    if batch * context > prompt_tokens:
+        return f"its prompts have {batch * context} tokens, --max-prompt-tokens is {prompt_tokens}"
     if context + new_tokens > limits.max_model_len:
         return f"{context} + {new_tokens} tokens are more than the context of {limits.max_model_len}"
     blocks = batch * -(-(context + new_tokens) // limits.block_size)
@@ -61,12 +65,12 @@ def reason_to_skip(engine: Engine, batch: int, context: int, new_tokens: int) ->
 def measure_case(driver: Driver, batch: int, context: int, plan: Plan, budget: int, peers: "Peers") -> dict[str, Any]:
     """One row. The peers take their turn within every round."""
     engine = driver.engine
-    prompts = random_prompts(batch, context, engine.info.limits.vocab_size, plan.seed)
     late = -(-batch * context // budget)  # steps that the first requests take while the last ones are computed
     new_tokens = plan.new_tokens + late + 2 * WARM_UP
     case: dict[str, Any] = {"batch": batch, "context": context}
-    if (reason := reason_to_skip(engine, batch, context, new_tokens)) is not None:
+    if (reason := reason_to_skip(engine, batch, context, new_tokens, plan.prompt_tokens)) is not None:
         return case | {"skipped": reason}
+    prompts = random_prompts(batch, context, engine.info.limits.vocab_size, plan.seed)
     driver.begin(prompts, new_tokens)
     peer_rates = peers.begin(prompts)
     driver.steps(WARM_UP)
@@ -82,7 +86,7 @@ def measure_case(driver: Driver, batch: int, context: int, plan: Plan, budget: i
     if plan.profiled:
         case["gpu"] = profile_kernels(lambda: driver.steps(plan.profiled), plan.profiled)
     driver.end()
-    if plan.whole_tokens and context <= WHOLE_RUN_CONTEXTS:
+    if plan.whole_tokens and batch * context <= WHOLE_RUN_TOKENS:
         runs = [driver.whole_run(prompts, plan.whole_tokens) for _ in range(min(plan.rounds, 3))]
         case["whole_run_tokens_per_second"] = spread(runs)
     return case
@@ -179,8 +183,9 @@ def arguments() -> argparse.Namespace:
     made.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128, 256])
     made.add_argument("--contexts", type=int, nargs="+", default=[128, 1024, 8192])
     made.add_argument("--steps", type=int, default=50, help="of a round")
-    made.add_argument("--profile-steps", type=int, default=200, metavar="N", help="under the profiler; 0 = none")
+    made.add_argument("--profile-steps", type=int, default=100, metavar="N", help="under the profiler; 0 = none")
     made.add_argument("--whole-tokens", type=int, default=256, metavar="N", help="new tokens of a whole run; 0 = none")
+    made.add_argument("--max-prompt-tokens", type=int, default=1_200_000, metavar="N", help="of a batch")
     made.add_argument("--peer", action=argparse.BooleanOptionalAction, default=True, help="transformers at batch 1")
     made.add_argument("--compile", action=argparse.BooleanOptionalAction, help="the compiled peer; unset = on cuda")
     made.add_argument("--compile-context", type=int, default=1024, metavar="TOKENS", help="the one it compiles for")
@@ -194,7 +199,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     profiled = args.profile_steps if args.device == "cuda" else 0
-    plan = Plan(args.rounds, args.steps, profiled, args.whole_tokens, args.seed)
+    plan = Plan(args.rounds, args.steps, profiled, args.whole_tokens, args.max_prompt_tokens, args.seed)
     found = bandwidths(args.device)
     with model_directory(args) as directory:
         peers = make_peers(args, directory)
