@@ -97,11 +97,12 @@ class PagedKVCache:
     but for 0, the empty list. Positions below ``writable_until`` can be written now, from where writing stands.
     """
 
-    def __init__(self, manager: BlockManager) -> None:
+    def __init__(self, manager: BlockManager, blocks: Iterable[int] = ()) -> None:
+        """``blocks``: its first ones, full, with a reference each that is the cache's from here on."""
         self._manager = manager
-        self.blocks: list[int] = []
-        self.physical_blocks: list[int] = []
-        self.version = 0
+        self.blocks: list[int] = list(blocks)
+        self.physical_blocks: list[int] = [manager.physical(block) for block in self.blocks]
+        self.version = manager.new_version() if self.blocks else 0
         self.writable_until = 0
 
     def blocks_missing(self, num_tokens: int, write_from: int) -> int:

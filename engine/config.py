@@ -25,8 +25,9 @@ class EngineConfig:
     made as short as that needs; None = no bound.
     ``pipeline_depth`` 1 = plain stepping, 2 = the next step is launched before the last one's tokens are known;
     None = 2 on cuda, and 1 on cpu, where nothing overlaps. ``max_queued_requests`` and ``max_queued_tokens`` bound
-    the waiting queue. ``show_progress`` draws bars at the start. ``random_weights``: a seed for random weights
-    of the shape that config.json describes, for a directory without weights; None = read its safetensors.
+    the waiting queue. ``prefix_cache``: keep the KV of what was computed for requests that begin alike.
+    ``show_progress`` draws bars at the start. ``random_weights``: a seed for random weights of the shape that
+    config.json describes, for a directory without weights; None = read its safetensors.
     ``enforce_eager``: no CUDA graphs (they are used on cuda only). ``kernels``: "separate" launches one kernel per
     operation, "reference" the plain torch operations; both without graphs, to compare with.
     """
@@ -46,6 +47,7 @@ class EngineConfig:
     max_queued_requests: int = 1024
     max_queued_tokens: int = 4 * 1024 * 1024
     show_progress: bool = False
+    prefix_cache: bool = True
     random_weights: int | None = None
     enforce_eager: bool = False
     kernels: str = "auto"

@@ -10,7 +10,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from engine.block_manager import BlockManager
@@ -19,8 +19,10 @@ from engine.errors import DuplicateRequest, InvalidRequest, Overloaded
 from engine.lifecycle import Lifecycle, StepResult
 from engine.limits import Limits
 from engine.load import LoadedModel, load_model
+from engine.output_prefixes import OutputPrefixes
 from engine.outputs import EngineLoad, Event, FailReason, RequestSummary, StepOutput
 from engine.plan import StepPlan
+from engine.prefix_cache import PrefixCache
 from engine.request import Request, State
 from engine.results import GenerationResult, collect_results
 from engine.sampling_params import SamplingParams
@@ -76,7 +78,9 @@ class Engine:
         self.info = _model_info(config, loaded, self._depth)
         limits = loaded.limits
         self.block_manager = BlockManager(limits.num_blocks, limits.block_size)
-        self._scheduler = Scheduler(self.block_manager, config.max_num_seqs, config.max_num_batched_tokens)
+        self.prefix_cache = PrefixCache(self.block_manager) if config.prefix_cache else None
+        prefixes = OutputPrefixes(self.prefix_cache, limits.block_size) if self.prefix_cache is not None else None
+        self._scheduler = Scheduler(self.block_manager, config.max_num_seqs, config.max_num_batched_tokens, prefixes)
         self._lifecycle = Lifecycle(self._scheduler, loaded.eos_token_ids)
         self._launch_is_all = config.device == "cpu"  # a launch runs the step to its end there
         self._step_cost = StepCost()
@@ -99,11 +103,15 @@ class Engine:
         deadline: float | None = None,
         queue_deadline: float | None = None,
         max_duration: float | None = None,
+        cache_salt: str = "",
+        bypass_prefix_cache: bool = False,
     ) -> None:
         """Accept a request; from here on it ends in exactly one `RequestDone`.
 
-        Times are `time.monotonic` seconds; ``max_duration`` counts from arrival. Raises `InvalidRequest`,
-        `PromptTooLong`, `ExceedsKVCapacity`, `DuplicateRequest` or `Overloaded`, and then nothing was accepted.
+        Requests share cached prefixes with those of the same ``cache_salt`` only; one with ``bypass_prefix_cache``
+        neither reads nor adds any. Times are `time.monotonic` seconds; ``max_duration`` counts from arrival. Raises
+        `InvalidRequest`, `PromptTooLong`, `ExceedsKVCapacity`, `DuplicateRequest` or `Overloaded`, and then nothing was
+        accepted.
         """
         limits = self.info.limits
         prompt = list(prompt_token_ids)
@@ -132,6 +140,7 @@ class Engine:
                 deadline=deadline,
                 queue_deadline=queue_deadline,
                 stop_time=None if max_duration is None else arrival + max_duration,
+                cache_root=None if bypass_prefix_cache or self.prefix_cache is None else self._cache_root(cache_salt),
             )
         )
 
@@ -220,9 +229,14 @@ class Engine:
 
     # -- views --------------------------------------------------------------------------------------------------
 
+    def flush_cache(self) -> int:
+        """Forget all cached prefixes; blocks that outputs hold are freed when those end. Returns blocks freed now."""
+        return self.prefix_cache.flush() if self.prefix_cache is not None else 0
+
     def load(self) -> EngineLoad:
         """A snapshot of queues and pool."""
         life, manager = self._lifecycle, self.block_manager
+        cached = self.prefix_cache.num_cached_blocks if self.prefix_cache is not None else 0
         oldest = life.oldest_queued()
         waiting_for_first = sum(request.first_token is None for request in life.live.values())
         prefilling = waiting_for_first - life.num_queued
@@ -231,7 +245,7 @@ class Engine:
             queued_prompt_tokens=life.num_queued_tokens,
             prefilling_requests=prefilling,
             decoding_requests=len(life.live) - waiting_for_first,
-            kv_blocks_used=manager.num_blocks - manager.num_free,
+            kv_blocks_used=manager.num_blocks - manager.num_free - cached,
             kv_blocks_total=manager.num_blocks,
             oldest_queued_age=time.monotonic() - oldest.arrival if oldest else 0.0,
             steps=self.num_steps,
@@ -240,6 +254,8 @@ class Engine:
             tokens_generated=life.tokens_generated,
             tokens_discarded=life.tokens_discarded,
             preemptions=self._scheduler.num_preemptions,
+            kv_blocks_cached=cached,
+            prefix_cache=None if self.prefix_cache is None else replace(self.prefix_cache.stats),
         )
 
     def list_requests(self) -> list[RequestSummary]:
@@ -255,6 +271,12 @@ class Engine:
         self._in_flight.clear()
         self._runner.close()
         del self._runner
+
+    def _cache_root(self, salt: str) -> bytes:
+        """The root of a request's prefixes: everything that KV depends on besides the tokens. Each part is prefixed
+        by its length, so no two combinations are spelt alike."""
+        parts = (self.info.fingerprint, self.info.dtype, salt)
+        return b"".join(len(part.encode()).to_bytes(4, "big") + part.encode() for part in parts)
 
     def _take_events(self) -> list[Event]:
         events, self._lifecycle.events = self._lifecycle.events, []

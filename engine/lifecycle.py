@@ -95,6 +95,8 @@ class Lifecycle:
 
     def fail(self, request: Request, reason: FailReason, message: str, now: float) -> None:
         """End the whole request with an error."""
+        if reason is FailReason.NAN_LOGITS:
+            request.cache_root = None  # nobody else should go on from what gave that
         for output in _unfinished(request):
             self._scheduler.finish(output)
         self._done(request, now, reason, message)
@@ -145,6 +147,8 @@ class Lifecycle:
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> None:
         """Fill the plan's pending tokens and end what they end. Rows of ended outputs or older epochs are dropped."""
+        if plan.chunks:
+            self._scheduler.committed_chunks(plan)
         for number, row in enumerate(plan.chunks, len(plan.decode)):
             if row.prompt_logprobs is not None and row.output.request.id in self.live:
                 self._commit_prompt(row.output.request, row.prompt_logprobs[0], result.prompt_logprobs[number], now)
@@ -152,6 +156,8 @@ class Lifecycle:
         for row in plan.chunks:
             if row.completes_request:
                 self._complete_scoring(row, now)
+        if plan.chunks:
+            self._scheduler.share_chunks(plan)
 
     def _commit_prompt(self, request: Request, first: int, entries: tuple[TokenLogprob, ...], now: float) -> None:
         if any(entry.logprob is not None and math.isnan(entry.logprob) for entry in entries):

@@ -8,6 +8,8 @@ the request failed or was cancelled).
 from dataclasses import dataclass, field
 from enum import Enum
 
+from engine.prefix_cache import PrefixCacheStats
+
 
 class FinishReason(Enum):
     STOP = "stop"
@@ -122,7 +124,7 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """A snapshot for GetLoad. KV counts are blocks."""
+    """A snapshot for GetLoad. KV counts are blocks; cached ones are held by nobody and are not in use."""
 
     queued_requests: int
     queued_prompt_tokens: int
@@ -137,6 +139,8 @@ class EngineLoad:
     tokens_generated: int
     tokens_discarded: int
     preemptions: int
+    kv_blocks_cached: int = 0
+    prefix_cache: PrefixCacheStats | None = None
 
 
 @dataclass(frozen=True, slots=True)

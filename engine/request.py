@@ -5,9 +5,12 @@ after preemption are all "computed < total"; decoding is "one token behind".
 """
 
 from enum import Enum
+from functools import cached_property
 
 from engine.block_manager import PagedKVCache
 from engine.outputs import FinishReason
+from engine.prefix_cache import HeldPrefix
+from engine.radix_tree import token_bytes
 from engine.sampling_params import SamplingParams
 from engine.tenants import TenantAccount
 
@@ -44,6 +47,7 @@ class Request:
         deadline: float | None = None,
         queue_deadline: float | None = None,
         stop_time: float | None = None,
+        cache_root: bytes | None = None,
     ) -> None:
         self.id = request_id
         self.prompt = prompt
@@ -58,6 +62,7 @@ class Request:
         self.deadline = deadline  # hard: the request fails
         self.queue_deadline = queue_deadline  # hard while never scheduled
         self.stop_time = stop_time  # soft: finishes with TIME_LIMIT
+        self.cache_root = cache_root  # where the prefix cache looks; None = neither reads nor inserts
         self.first_scheduled: float | None = None
         self.first_token: float | None = None
         self.preemptions = 0
@@ -67,6 +72,11 @@ class Request:
         self.stops_from = len(prompt) + params.min_tokens
         self.end_ids = frozenset(params.stop_token_ids)
         self.outputs = [Output(self, index) for index in range(params.n)]
+
+    @cached_property
+    def prompt_bytes(self) -> bytes:
+        """The prompt as the prefix cache's key."""
+        return token_bytes(self.prompt)
 
     @property
     def finished(self) -> bool:
@@ -96,12 +106,23 @@ class Output:
         self.epoch = 0
         self.slot = -1
         self.cache: PagedKVCache | None = None
+        self.prefix: HeldPrefix | None = None
+        self.num_known_blocks = 0  # of its own, from the first, in the prefix cache
+        self.num_written_tokens = 0  # whose KV is written and committed; grows no more once it decodes
+        self.num_prefill_tokens = 0  # to be written before it decodes, since it was seated
         self.finish_reason: FinishReason | None = None
 
     @property
     def num_pending(self) -> int:
         """Tokens sampled on the device and not yet known here. Means nothing once the output has ended."""
         return self.num_tokens - len(self.request.prompt) - len(self.token_ids)
+
+    @property
+    def num_kept_tokens(self) -> int:
+        """Tokens whose KV is written by committed steps: all but the last, once it decodes."""
+        if not self.token_ids or self.num_written_tokens < self.num_prefill_tokens:
+            return self.num_written_tokens
+        return len(self.request.prompt) + len(self.token_ids) - 1
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Committed token ids at positions ``[start, stop)``."""

@@ -11,7 +11,9 @@ What runs for every output in every step is short and makes nothing but the row;
 from bisect import insort
 
 from engine.block_manager import BlockManager, NoFreeBlocks, PagedKVCache
+from engine.output_prefixes import OutputPrefixes
 from engine.plan import PlanRow, Sample, StepPlan
+from engine.prefix_cache import PrefixHit
 from engine.request import Output, Request, State
 from engine.tenants import OUTPUT_TOKEN_WEIGHT, TenantCounters
 from engine.waiting import WaitingQueue
@@ -35,8 +37,15 @@ class Scheduler:
     their own.
     """
 
-    def __init__(self, manager: BlockManager, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        manager: BlockManager,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        prefixes: OutputPrefixes | None = None,
+    ) -> None:
         self.manager = manager
+        self.prefixes = prefixes
         self.waiting = WaitingQueue()
         self.running: list[Output] = []
         self.num_preemptions = 0
@@ -80,10 +89,27 @@ class Scheduler:
         if output.request.finished:
             self._tenants.leave(output.request.tenant)
 
+    def committed_chunks(self, plan: StepPlan) -> None:
+        """The plan's chunks are written. Rows of outputs that have ended or given those blocks back do not count."""
+        for row in plan.chunks:
+            cache = row.output.cache
+            if cache is not None and cache.physical_blocks is row.blocks:
+                row.output.num_written_tokens = row.start + row.count
+
+    def share_chunks(self, plan: StepPlan) -> None:
+        """Let others use what the plan's chunks wrote, where they still run."""
+        if self.prefixes is not None:
+            for row in plan.chunks:
+                self.prefixes.written(row.output)
+
     def check(self, live: list[Request]) -> None:
         """Assert every invariant; to be called between steps."""
         outputs = [output for request in live for output in request.outputs]
-        self.manager.check([output.cache.blocks for output in outputs if output.cache is not None])
+        holders = [output.cache.blocks for output in outputs if output.cache is not None]
+        if self.prefixes is not None:
+            prefixes = [output.prefix for output in outputs if output.prefix is not None]
+            holders.append(self.prefixes.cache.check(prefixes))
+        self.manager.check(holders)
         running = [output for output in outputs if output.state is State.RUNNING]
         assert sorted(self.running, key=id) == sorted(running, key=id), "the running list differs from the states"
         held = [output.slot for output in outputs if output.slot >= 0]
@@ -134,6 +160,8 @@ class Scheduler:
                 plan.copies += cache.prepare_write(start + count, start)
                 return True
             except NoFreeBlocks:
+                if self._evict_for(cache.blocks_missing(start + count, start)):
+                    continue
                 victim = max(self._not_in(plan), key=_badness)
             self._preempt(victim)
             plan.preempted.append(victim)
@@ -159,7 +187,10 @@ class Scheduler:
     def _vacate(self, output: Output) -> None:
         """Blocks and slot back; with an output that still had the prompt to compute, its seated forks' slots too."""
         if output.cache is not None:
-            output.cache.release()
+            if self.prefixes is not None:
+                self.prefixes.leave(output)
+            else:
+                output.cache.release()
             output.cache = None
         leaving = [output, *(o for o in output.request.outputs if o.state is State.FORKED)]
         for leaver in leaving:
@@ -171,15 +202,20 @@ class Scheduler:
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
         while budget > 0 and self._free_slots and (output := self.waiting.peek()) is not None:
-            if output.num_pending or not self._fits(output):
+            if output.num_pending:
+                return
+            hit = self.prefixes.take(output) if self.prefixes is not None else None
+            if not self._fits(output, hit):
+                if self.prefixes is not None:
+                    self.prefixes.give_back(hit)
                 return
             self.waiting.pop()
-            self._seat(output, plan)
-            count = min(output.num_tokens, budget)
+            self._seat(output, plan, hit)
+            count = min(output.num_tokens - output.num_computed_tokens, budget)
             self._add_chunk(plan, output, count)
             budget -= count
 
-    def _fits(self, output: Output) -> bool:
+    def _fits(self, output: Output, hit: PrefixHit | None) -> bool:
         """A seat for it and its forks, and blocks for all its known tokens, one more, and what its forks copy.
 
         Beyond that a few blocks stay free for the outputs already running, so that admission is not undone at once.
@@ -191,19 +227,48 @@ class Scheduler:
         blocks = self.manager.blocks_for(min(output.num_tokens + 1, request.num_computable))
         own = blocks - len(request.prompt) // self.manager.block_size
         spare = min(len(self.running), self.manager.num_blocks // 16)
-        return blocks + len(forks) * own + spare <= self.manager.num_free
+        known = len(hit.blocks) if hit is not None else 0
+        cached = self.prefixes.cache.num_cached_blocks if self.prefixes is not None else 0
+        return blocks - known + len(forks) * own + spare <= self.manager.num_free + cached
 
-    def _seat(self, output: Output, plan: StepPlan) -> None:
+    def _evict_for(self, count: int) -> bool:
+        """Have ``count`` blocks free, of those that are only cached if need be. False when there are too few."""
+        missing = count - self.manager.num_free
+        if missing <= 0:
+            return True
+        return self.prefixes is not None and self.prefixes.cache.evict(missing)
+
+    def _seat(self, output: Output, plan: StepPlan, hit: PrefixHit | None) -> None:
         request = output.request
         for seated in (output, *_forked(request)):
             seated.slot = self._free_slots.pop()
             plan.admitted.append(seated)
+        self._give_blocks(output, plan, hit)
         if output.index == 0 and request.preemptions == 0:
+            request.cached_prompt_tokens = min(output.num_computed_tokens, len(request.prompt))
             request.account.counter += len(request.prompt) - request.cached_prompt_tokens
-        output.cache = PagedKVCache(self.manager)
-        output.cache.prepare_write(output.num_tokens, 0)
+            if self.prefixes is not None:
+                self.prefixes.count(output, hit, request.cached_prompt_tokens)
         output.state = State.RUNNING
         insort(self.running, output, key=_running_order)
+
+    def _give_blocks(self, output: Output, plan: StepPlan, hit: PrefixHit | None) -> None:
+        """Blocks for all its known tokens: known ones, and of a partly equal one a copy."""
+        start, source = 0, None
+        if hit is not None:
+            output.prefix, output.num_known_blocks = hit.held, len(hit.blocks)
+            start = len(hit.blocks) * self.manager.block_size
+            # Looked up before anything is evicted. The copy runs before the step writes anything, so its source may
+            # even be one of the blocks that are taken now.
+            source = self.manager.physical(hit.partial[0]) if hit.partial is not None else None
+        cache = output.cache = PagedKVCache(self.manager, hit.blocks if hit is not None else ())
+        self._evict_for(cache.blocks_missing(output.num_tokens, start))
+        cache.prepare_write(output.num_tokens, start)
+        if hit is not None and hit.partial is not None and source is not None:
+            plan.copies.append((source, cache.physical_blocks[len(hit.blocks)]))
+            start += hit.partial[1]
+        output.num_computed_tokens = output.num_written_tokens = start
+        output.num_prefill_tokens = output.num_tokens
 
     # -- rows ---------------------------------------------------------------------------------------------------
 
@@ -240,6 +305,8 @@ class Scheduler:
         assert parent.cache is not None
         fork.cache = parent.cache.fork()
         fork.num_computed_tokens = parent.num_computed_tokens
+        if self.prefixes is not None:
+            self.prefixes.fork(parent, fork)
         fork.state = State.RUNNING
         insort(self.running, fork, key=_running_order)
 
