@@ -43,7 +43,7 @@ class Ours:
 
     def __init__(self, model: Path, dtype: str, work: Work) -> None:
         blocks = work.batch * -(-(work.decode_prompt + work.decode_tokens) // 16) + -(-work.prefill_prompt // 16)
-        self._engine = Engine(EngineConfig(model=str(model), dtype=dtype, num_gpu_blocks=blocks))
+        self._engine = Engine(EngineConfig(model=str(model), dtype=dtype, num_gpu_blocks=blocks, prefix_cache=False))
 
     def prefill(self, prompt: list[int]) -> float:
         """Seconds to the first token."""

@@ -68,6 +68,8 @@ def engine_config(args: argparse.Namespace, directory: Path, **options: Any) -> 
     }
     if hasattr(args, "max_num_batched_tokens"):
         given.setdefault("max_num_batched_tokens", args.max_num_batched_tokens)
+    # A prompt that is measured twice is to be computed twice.
+    given.setdefault("prefix_cache", False)
     # Room for what else is measured on the card: peers, graphs, the buffers of the bandwidth test.
     if args.device == "cuda" and given["num_gpu_blocks"] is None:
         given.setdefault("gpu_memory_utilization", 0.75)
