@@ -13,13 +13,13 @@ SMOLLM2 := models/smollm2/config.json
 TINY := models/tiny/config.json
 SOURCES := clients engine kernels service scripts tests $(wildcard bench)
 
-# The interpreter that makes .venv, and the one that test-gpu runs.
+# The interpreter that makes .venv, and the one that test-gpu and bench-gpu run.
 ifndef PYTHON
 PYTHON := $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v $$p; break; }; done)
 endif
 
-.PHONY: help demo test test-all test-gpu check protos verify-protos breaking lint types fix venv models wheel clean
+.PHONY: help demo test test-all test-gpu bench-gpu check protos verify-protos breaking lint types fix venv models wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +35,9 @@ test-all: $(INSTALLED) $(SMOLLM2) $(TINY) ## the CPU test suite with the long te
 
 test-gpu: ## engine and kernel tests on a GPU, with PYTHON=python3 as it is: installs nothing
 	$(PYTHON) -m pytest --device cuda -p no:cacheprovider tests/kernels tests/engine
+
+bench-gpu: ## the benchmarks the docs quote, with PYTHON as it is: OUT=dir MODEL=dir ONLY="decode serve"
+	$(PYTHON) -m scripts.bench_gpu $(if $(OUT),--out $(OUT)) $(if $(MODEL),--model $(MODEL)) $(if $(ONLY),--only $(ONLY))
 
 check: verify-protos breaking lint types test-all ## everything that must hold before a change is merged
 

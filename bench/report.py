@@ -1,6 +1,7 @@
 """What the benchmarks share: medians with their spread, the conditions of a run, JSON and a table."""
 
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -27,11 +28,11 @@ def percentiles(values: list[float]) -> dict[str, float]:
 
 
 def conditions(device: str) -> dict[str, Any]:
-    """Commit, versions and hardware: what a figure is worth nothing without."""
+    """Commit, versions and hardware: what a figure is worth nothing without. Without git, COMMIT is the commit."""
     import torch
 
     return {
-        "commit": _git("rev-parse", "HEAD"),
+        "commit": _git("rev-parse", "HEAD") or os.environ.get("COMMIT", ""),
         "uncommitted_changes": bool(_git("status", "--porcelain")),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
@@ -68,8 +69,10 @@ def markdown_table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
-    return done.stdout.strip()
+    try:
+        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()
+    except FileNotFoundError:
+        return ""
 
 
 def _version(package: str) -> str | None:
