@@ -105,7 +105,9 @@ def _named_option(text: str) -> tuple[str, Any]:
         raise SystemExit(f"--engine {text}: NAME=VALUE is expected")
     if value.lower() in ("true", "false"):
         return name, value.lower() == "true"
-    try:
-        return name, int(value)
-    except ValueError:
-        return name, value
+    for kind in (int, float):
+        try:
+            return name, kind(value)
+        except ValueError:
+            continue
+    return name, value

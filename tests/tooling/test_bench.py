@@ -19,6 +19,7 @@ from bench.ladder import RUNGS
 from bench.load_client import tokens_of_messages
 from bench.mixed import arrival_times
 from bench.model_math import prefill_flops, step_bytes
+from bench.options import _named_option
 from bench.report import percentiles
 from bench.serve import summary
 from bench.workload import Lengths, Workload, split, token_ids
@@ -260,6 +261,15 @@ def test_latencies_of_requests() -> None:
     assert (apart["first_wave_ttft_ms"]["max"], apart["ttft_ms"]["max"]) == (250, 1000)
     assert apart["full_tokens_per_second"] == 3 / 0.5, "3 tokens from 0.5, the first token, to 1.0, the last request"
     assert apart["goodput"] == seen["goodput"]
+
+
+def test_an_option_of_the_engine_has_the_value_that_python_would_read() -> None:
+    written = ["a=1", "b=7.5", "c=true", "d=separate", "e=False"]
+    read = dict(_named_option(text) for text in written)
+    assert read == {"a": 1, "b": 7.5, "c": True, "d": "separate", "e": False}
+    assert isinstance(read["a"], int)
+    with pytest.raises(SystemExit, match="NAME=VALUE"):
+        _named_option("max_num_seqs")
 
 
 def test_percentiles_are_nearest_ranks() -> None:
