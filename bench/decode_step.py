@@ -106,7 +106,7 @@ class Bench:
         gate_up, head = layer.gate_up.shape, self.model.weights.head_VH.shape
         if batch == 1 and not c.qk_norm:
             return {
-                tiles.gemv_key("qkv", *qkv): tiles.gemv_tile("qkv", *qkv, divides=c.head_dim // 2),
+                tiles.gemv_key("qkv", *qkv): tiles.gemv_tile("qkv", qkv[0], qkv[1], c.head_dim // 2),
                 tiles.gemv_key("add", *o): tiles.gemv_tile("add", *o),
                 tiles.gemv_key("gate_up", *gate_up): tiles.gemv_tile("gate_up", *gate_up),
                 tiles.gemv_key("add", *down): tiles.gemv_tile("add", *down),
