@@ -55,13 +55,20 @@ class Timed:
             call()
 
     def _record(self) -> None:
-        one = min(seconds_of(self._run, "cuda", 3)) / len(self._calls)
-        laps = max(1, min(int(GRAPH_SECONDS / one), MOST_CALLS) // len(self._calls))
-        self._calls = self._calls * laps
+        """One lap tells how many take long enough: launched one by one, calls would seem longer than they are."""
+        lap = self._calls
+        self._graph = self._captured()
+        one = min(seconds_of(self._graph.replay, "cuda", 3))
+        laps = min(-int(-GRAPH_SECONDS // one), MOST_CALLS // len(lap))
+        if laps > 1:
+            self._calls = lap * laps
+            self._graph = self._captured()
+
+    def _captured(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self._run()
-        self._graph = graph
+        return graph
 
 
 def _waits_for_host(call: Call) -> bool:

@@ -29,13 +29,17 @@ def release(device: str) -> None:
 
 
 def seconds_of(call: Callable[[], object], device: str, repeats: int) -> list[float]:
-    """Seconds of each of ``repeats`` calls, by events on the GPU and by the clock on the CPU; one call warms up."""
+    """Seconds of each of ``repeats`` calls, by events on the GPU and by the clock on the CPU; one call warms up.
+
+    On a GPU every measured call stands behind one that is not, so that what it takes to launch it is over by then.
+    """
     call()
     synchronize(device)
     times = []
     for _ in range(repeats):
         if device == "cuda":
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            call()
             begin.record()
             call()
             end.record()
