@@ -97,10 +97,15 @@ class Scheduler:
                 row.output.num_written_tokens = row.start + row.count
 
     def share_chunks(self, plan: StepPlan) -> None:
-        """Let others use what the plan's chunks wrote, where they still run."""
+        """Let others use what the plan's chunks wrote, where they still run.
+
+        Forks made in the plan have the same blocks, so they must hold what becomes known of them.
+        """
         if self.prefixes is not None:
             for row in plan.chunks:
                 self.prefixes.written(row.output)
+                for sample in row.samples:
+                    self.prefixes.written(sample.output)
 
     def check(self, live: list[Request]) -> None:
         """Assert every invariant; to be called between steps."""
