@@ -108,11 +108,13 @@ class PrefixCache:
         self._unlock(node)
 
     def evict(self, count: int) -> bool:
-        """Free at least ``count`` blocks that are only cached, least valuable first. False when there were fewer."""
+        """Free at least ``count`` blocks that are only cached, least valuable first. When there are fewer it is False,
+        and none is freed."""
+        if count > self.num_cached_blocks:
+            return False
         while count > 0:
             leaf = self._policy.next()
-            if leaf is None:
-                return False
+            assert leaf is not None, "there are fewer cached blocks than counted"
             count -= len(leaf.blocks)
             self._remove(leaf)
         return True
@@ -120,8 +122,8 @@ class PrefixCache:
     def flush(self) -> int:
         """Forget everything. What is held stays with its holders and is freed when they leave. Returns blocks freed."""
         before = self._manager.num_free
-        self._tree.forget()
-        self.evict(self.num_cached_blocks)
+        self._manager.release(self._tree.forget())
+        self._size = self.num_cached_blocks = 0
         return self._manager.num_free - before
 
     def check(self, held: Sequence[HeldPrefix]) -> list[int]:
@@ -131,7 +133,9 @@ class PrefixCache:
         assert len(set(blocks)) == len(blocks), "a block is in the tree twice"
         assert len(nodes) == self._tree.num_nodes
         assert len(blocks) == self._size
-        assert self.num_cached_blocks == sum(len(node.blocks) for node in nodes if node.locks == 0)
+        cached = [block for node in nodes if node.locks == 0 for block in node.blocks]
+        assert self.num_cached_blocks == len(cached)
+        assert not any(self._manager.is_shared(block) for block in cached), "a cached block is held by an output"
         locks = dict.fromkeys(nodes, 0)
         for hold in held:
             at = hold.node

@@ -65,7 +65,6 @@ class RadixTree:
         self._block_bytes = block_size * TOKEN_BYTES
         self._head_bytes = min(partial_tokens, block_size) * TOKEN_BYTES
         self._roots: dict[bytes, Node] = {}
-        self._forgotten: set[Node] = set()
 
     def match(self, root: bytes, tokens: bytes) -> Match | None:
         """The longest prefix of ``tokens`` that is known under ``root``; None without any. Changes nothing."""
@@ -134,6 +133,7 @@ class RadixTree:
         """One holder less, up the parent chain. Returns how many blocks nobody holds any more."""
         freed = 0
         self.clock += 1
+        root = node
         at: Node | None = node
         while at is not None:
             assert at.locks > 0, "unlocked more often than locked"
@@ -141,7 +141,8 @@ class RadixTree:
             at.used = self.clock
             if at.locks == 0:
                 freed += len(at.blocks)
-            at = at.parent
+            root, at = at, at.parent
+        self._drop_if_empty(root)
         return freed
 
     def remove(self, node: Node) -> Node | None:
@@ -160,20 +161,26 @@ class RadixTree:
             return None
         if parent.parent is not None:
             return parent
-        self._forgotten.discard(parent)
-        if self._roots.get(parent.key) is parent:
-            del self._roots[parent.key]
+        self._drop_if_empty(parent)
         return None
 
-    def forget(self) -> None:
-        """Nothing that is known is found any more. Nodes live on until they are removed."""
-        self._forgotten.update(self._roots.values())
+    def forget(self) -> list[int]:
+        """Nothing is known any more. Returns the blocks of all nodes, which are the tree's no longer.
+
+        Nodes that are held are empty from here on: they can be locked and unlocked, and nothing hangs on that.
+        """
+        nodes = list(self.nodes())
+        blocks = [block for node in nodes for block in node.blocks]
+        for node in nodes:
+            node.parent, node.blocks = None, []
+            node.children.clear()
         self._roots.clear()
+        self.num_nodes = 0
+        return blocks
 
     def nodes(self) -> Iterator[Node]:
-        """Every node, forgotten ones too; roots left out."""
-        roots = [*self._roots.values(), *self._forgotten]
-        stack = [child for root in roots for child in root.children.values()]
+        """Every node, roots left out."""
+        stack = [child for root in self._roots.values() for child in root.children.values()]
         while stack:
             node = stack.pop()
             yield node
@@ -188,6 +195,10 @@ class RadixTree:
         parent.heads[key[: self._head_bytes]] = node
         self.num_nodes += 1
         return node
+
+    def _drop_if_empty(self, root: Node) -> None:
+        if not root.children and root.locks == 0 and self._roots.get(root.key) is root:
+            del self._roots[root.key]
 
     def _split(self, node: Node, blocks: int) -> Node:
         """Cut the edge behind so many blocks. ``node`` stays the lower part; the upper one, a new node, is returned."""
