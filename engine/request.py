@@ -119,10 +119,12 @@ class Output:
 
     @property
     def num_kept_tokens(self) -> int:
-        """Tokens whose KV is written by committed steps: all but the last, once it decodes."""
-        if not self.token_ids or self.num_written_tokens < self.num_prefill_tokens:
-            return self.num_written_tokens
-        return len(self.request.prompt) + len(self.token_ids) - 1
+        """Known tokens whose KV is written by committed steps: all but the last, once it has got a token since it was
+        seated. Up to then its rows are counted; a last one may have been no chunk, and is counted by its token."""
+        known = len(self.request.prompt) + len(self.token_ids)
+        if not self.token_ids or known <= self.num_prefill_tokens:
+            return min(self.num_written_tokens, known)
+        return known - 1
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Committed token ids at positions ``[start, stop)``."""
