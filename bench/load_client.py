@@ -22,7 +22,7 @@ CHANNEL_OPTIONS = [("grpc.use_local_subchannel_pool", 1)]
 CONNECT_SECONDS = 30.0
 
 
-def request_message(planned: dict[str, Any], seed: int, vocab_size: int) -> pb.StreamRequest:
+def request_message(planned: dict[str, Any], seed: str, vocab_size: int) -> pb.StreamRequest:
     return pb.StreamRequest(
         spec=pb.GenerationSpec(
             token_ids=pb.TokenIds(ids=token_ids(planned, seed, vocab_size)),

@@ -48,11 +48,13 @@ def server_of(args: argparse.Namespace) -> Iterator[Server]:
             yield server
 
 
-def run_clients(server: Server, planned: list[Planned], workers: int, args: argparse.Namespace) -> list[Any]:
+def run_clients(
+    server: Server, planned: list[Planned], workers: int, seed: str, args: argparse.Namespace
+) -> list[Any]:
     """Each client's answer: its CPU time and its requests. ``workers`` requests alive in all, 0 = as they are due."""
     count = min(args.clients, workers) if workers else args.clients
     common = {
-        "address": server.address, "vocab_size": server.vocab_size, "seed": args.seed, "connections": args.connections,
+        "address": server.address, "vocab_size": server.vocab_size, "seed": seed, "connections": args.connections,
     }  # fmt: skip
     clients = []
     for number, share in enumerate(split(planned, count)):
@@ -88,11 +90,14 @@ def _hear(process: subprocess.Popen[str]) -> str:
 
 
 def measure(
-    server: Server, name: str, planned: list[Planned], workers: int, args: argparse.Namespace
+    server: Server, name: str, planned: list[Planned], workers: int, number: int, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """One load, as a row of the report. The server's CPU time includes what little it does before the first request."""
+    """One load, as a row of the report. The server's CPU time includes what little it does before the first request.
+
+    The prompts of every load, and of every round ``number``, are its own: none is found in a cache of an earlier one.
+    """
     before = server.cpu_seconds()
-    answers = run_clients(server, planned, workers, args)
+    answers = run_clients(server, planned, workers, f"{args.seed}-{name}-{number}", args)
     used = {worker: seconds - before[worker] for worker, seconds in server.cpu_seconds().items()}
     requests = [request for answer in answers for request in answer["results"]]
     clients = sum(answer["cpu_seconds"] for answer in answers)
@@ -215,7 +220,7 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def number_of_requests(args: argparse.Namespace, workers: int, rate: float | None) -> int:
+def requests_of(args: argparse.Namespace, workers: int, rate: float | None) -> int:
     return args.requests or max(24, 4 * workers, round(10 * (rate or 0)))
 
 
@@ -227,8 +232,8 @@ def main() -> None:
     loads = [(f"{n} at once", n, None) for n in args.concurrency] + [(f"{r:g} per s", 0, r) for r in args.rates]
     with server_of(args) as server:
         results = [
-            measure(server, name, workload.plan(number_of_requests(args, workers, rate), rate, workers), workers, args)
-            for _ in range(args.rounds)
+            measure(server, name, workload.plan(requests_of(args, workers, rate), rate, workers), workers, number, args)
+            for number in range(args.rounds)
             for name, workers, rate in loads
         ]
     print("times in milliseconds, CPU in microseconds per token")

@@ -76,7 +76,7 @@ class Workload:
         return planned
 
 
-def token_ids(request: dict[str, Any], seed: int, vocab_size: int) -> list[int]:
+def token_ids(request: dict[str, Any], seed: str, vocab_size: int) -> list[int]:
     """The prompt of a planned request (as a dict): its shared prefix, and tokens of its own after it."""
     prefix = _draw(f"{seed}-prefix-{request['prefix']}", request["prefix_tokens"], vocab_size)
     return prefix + _draw(f"{seed}-prompt-{request['number']}", request["prompt_tokens"], vocab_size)

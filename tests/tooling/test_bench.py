@@ -224,10 +224,11 @@ def test_a_workload_is_what_was_asked_for_and_the_same_for_a_seed() -> None:
 
 def test_prompts_share_their_prefix_and_nothing_else() -> None:
     plan = Workload(Lengths.parse("16"), Lengths.parse("1"), 8, 1, 1.0, seed=1).plan(2, None)
-    first, second = (token_ids(asdict(request), 1, 1000) for request in plan)
+    first, second = (token_ids(asdict(request), "1", 1000) for request in plan)
     assert len(first) == 24
     assert first[:8] == second[:8]
     assert first[8:] != second[8:]
+    assert token_ids(asdict(plan[0]), "2", 1000)[:8] != first[:8], "another load has other prefixes, too"
 
 
 @pytest.mark.parametrize("text", ["0", "9-3", "abc", "exp:x"])
