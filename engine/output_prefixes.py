@@ -55,12 +55,16 @@ class OutputPrefixes:
             fork.num_known_blocks = parent.num_known_blocks
 
     def leave(self, output: Output) -> None:
-        """The output gives its blocks back: what it wrote stays known, its hold ends."""
+        """The output gives its blocks back: what it wrote stays known, its hold ends.
+
+        One that has lost its root since it was seated gave NaN: what it alone made known is forgotten with it.
+        """
         self.written(output)
         if output.cache is not None:
             output.cache.release()
         if output.prefix is not None:
-            self.cache.release(output.prefix)
+            end = self.cache.release if output.request.cache_root is not None else self.cache.discard
+            end(output.prefix)
             output.prefix, output.num_known_blocks = None, 0
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.block_manager import BlockManager
-from engine.eviction import EvictionPolicy, LeastRecentlyUsed
+from engine.eviction import EvictionPolicy, LeastRecentlyUsed, is_evictable
 from engine.radix_tree import Node, RadixTree
 
 
@@ -107,6 +107,13 @@ class PrefixCache:
         assert node is not None, "a prefix is released twice"
         self._unlock(node)
 
+    def discard(self, held: HeldPrefix) -> None:
+        """End a hold, and forget what nobody else holds or has gone on from. For KV that is not to be trusted."""
+        node, held.node = held.node, None
+        self._unlock(node)
+        while node is not None and is_evictable(node):
+            node = self._remove(node)
+
     def evict(self, count: int) -> bool:
         """Free at least ``count`` blocks that are only cached, least valuable first. When there are fewer it is False,
         and none is freed."""
@@ -116,6 +123,7 @@ class PrefixCache:
             leaf = self._policy.next()
             assert leaf is not None, "there are fewer cached blocks than counted"
             count -= len(leaf.blocks)
+            self.stats.evicted_blocks += len(leaf.blocks)
             self._remove(leaf)
         return True
 
@@ -153,11 +161,12 @@ class PrefixCache:
         self.num_cached_blocks += self._tree.unlock(node)
         self._policy.offer(node)
 
-    def _remove(self, leaf: Node) -> None:
+    def _remove(self, leaf: Node) -> Node | None:
+        """Returns its parent when that can be removed next."""
         parent = self._tree.remove(leaf)
         self._manager.release(leaf.blocks)
         self._size -= len(leaf.blocks)
         self.num_cached_blocks -= len(leaf.blocks)
-        self.stats.evicted_blocks += len(leaf.blocks)
         if parent is not None:
             self._policy.offer(parent)
+        return parent
