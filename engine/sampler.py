@@ -5,7 +5,7 @@ and can be read once the step is over.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -99,6 +99,16 @@ class Sampler:
 
     def ask(self, logits_RV: Tensor, samples: list[Sample]) -> Asked:
         """Before the draw: its stages, and a copy of what logprobs need and the draw may change."""
+        return self.keep_raw(self.survey(samples), logits_RV)
+
+    def keep_raw(self, asked: Asked, logits_RV: Tensor) -> Asked:
+        """With a copy of the logits of the rows that want them as the model gave them: before the draw changes them."""
+        if not asked.raw:
+            return asked
+        return replace(asked, raw_logits=logits_RV.index_select(0, _rows(asked.raw, logits_RV.device)))
+
+    def survey(self, samples: list[Sample]) -> Asked:
+        """What ``samples`` want; nothing is copied yet."""
         raw: list[int] = []
         processed: list[int] = []
         top = 0
@@ -108,8 +118,7 @@ class Sampler:
                 (raw if params.logprobs_mode is LogprobsMode.RAW else processed).append(row)
                 top = max(top, params.top_logprobs)
         stages = self._state.stages(samples, processed=bool(processed))
-        raw_logits = logits_RV.index_select(0, _rows(raw, logits_RV.device)) if raw else None
-        return Asked(stages, raw, processed, top, raw_logits)
+        return Asked(stages, raw, processed, top, None)
 
     def answer(self, asked: Asked, logits_RV: Tensor, out: SamplingOut) -> Sampled:
         """After the draw into ``out``: the logprobs that were asked for. ``logits_RV`` is what the draw left."""

@@ -1,10 +1,15 @@
-"""Decode steps on a GPU: the chain and the sampling of its logits, each as a CUDA graph per batch bucket."""
+"""Decode steps on a GPU: the chain and the sampling of its logits as CUDA graphs per batch bucket.
+
+A batch that wants plain sampling is one graph: between two graphs the GPU rests for some microseconds. Any other is
+two, and what logprobs need of the logits is copied between them.
+"""
 
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from engine.cuda.graphs import GraphPool, captured
 from engine.model.decode_chain import MAX_SKINNY, DecodeBuffers, DecodeChain
 from kernels import ops
 from kernels.ops import SamplingOut, SamplingStages, SamplingTensors
@@ -13,6 +18,7 @@ from kernels.reference.step import DecodeRows
 # A batch that wants no more than noise is sampled by two kernels; any other by all stages.
 PLAIN = SamplingStages(noise=True)
 FULL = SamplingStages(penalties=True, bias=True, stops=True, filters=True, noise=True)
+GRAPHS_PER_BUCKET = 3
 
 
 def decode_buckets(max_rows: int) -> list[int]:
@@ -23,8 +29,9 @@ def decode_buckets(max_rows: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Graphs:
+    plain_step: torch.cuda.CUDAGraph
     forward: torch.cuda.CUDAGraph
-    samplings: dict[SamplingStages, torch.cuda.CUDAGraph]
+    full_sampling: torch.cuda.CUDAGraph
 
 
 class Decode:
@@ -49,7 +56,7 @@ class Decode:
 
     @property
     def num_graphs(self) -> int:
-        return sum(1 + len(graphs.samplings) for graphs in self._graphs.values())
+        return GRAPHS_PER_BUCKET * len(self._graphs)
 
     def bucket(self, num_rows: int) -> int:
         """The smallest batch size with room for ``num_rows`` rows."""
@@ -58,8 +65,16 @@ class Decode:
     def logits(self, bucket: int) -> Tensor:
         return self._buffers.logits_BV[:bucket]
 
+    def plain_step(self, bucket: int) -> None:
+        """Launch the layers for the first ``bucket`` rows, and their plain sampling, which leaves the logits alone."""
+        graphs = self._graphs.get(bucket)
+        if graphs is None:
+            self._run_plain_step(bucket, pdl=False)
+        else:
+            graphs.plain_step.replay()
+
     def forward(self, bucket: int) -> None:
-        """Launch the layers for the first ``bucket`` rows."""
+        """Launch the layers alone."""
         graphs = self._graphs.get(bucket)
         if graphs is None:
             self._chain.run(bucket, pdl=False)
@@ -67,33 +82,28 @@ class Decode:
             graphs.forward.replay()
 
     def sample(self, bucket: int, stages: SamplingStages) -> None:
-        """Launch the sampling of those rows into ``out``."""
+        """Launch the sampling of rows whose layers were launched alone."""
         graphs = self._graphs.get(bucket)
         stages = launched_stages(stages)
-        if graphs is None or stages.processed:
+        if graphs is None or stages != FULL:
             self._sample(bucket, stages)
         else:
-            graphs.samplings[stages].replay()
+            graphs.full_sampling.replay()
 
-    def capture(self, bucket: int, pool: "torch.cuda._POOL_HANDLE", stream: torch.cuda.Stream) -> None:
+    def capture(self, bucket: int, pool: GraphPool, stream: torch.cuda.Stream) -> None:
         """The graphs of one bucket. All rows are padding meanwhile, so nothing is written."""
         pdl = bucket <= MAX_SKINNY
-        self._chain.run(bucket, pdl=pdl)  # kernels are compiled and loaded before the capture
-        stream.synchronize()
-        forward = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(forward, pool=pool, stream=stream):
-            self._chain.run(bucket, pdl=pdl)
-        samplings = {}
-        for stages in (PLAIN, FULL):
-            self._sample(bucket, stages)
-            stream.synchronize()
-            samplings[stages] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(samplings[stages], pool=pool, stream=stream):
-                self._sample(bucket, stages)
-        self._graphs[bucket] = _Graphs(forward, samplings)
+        plain_step = captured(lambda: self._run_plain_step(bucket, pdl=pdl), pool, stream)
+        forward = captured(lambda: self._chain.run(bucket, pdl=pdl), pool, stream)
+        full_sampling = captured(lambda: self._sample(bucket, FULL), pool, stream)
+        self._graphs[bucket] = _Graphs(plain_step, forward, full_sampling)
 
     def close(self) -> None:
         self._graphs.clear()
+
+    def _run_plain_step(self, bucket: int, *, pdl: bool) -> None:
+        self._chain.run(bucket, pdl=pdl)
+        self._sample(bucket, PLAIN)
 
     def _sample(self, bucket: int, stages: SamplingStages) -> None:
         out = SamplingOut(self.out.tokens_R[:bucket], self.out.best_R[:bucket])

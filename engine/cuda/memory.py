@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 
+from engine.cuda.decode import GRAPHS_PER_BUCKET
 from engine.cuda.prefill import GRAPH_TOKENS
 from engine.cuda.runner import CudaRunner
 from engine.errors import ConfigError
@@ -49,5 +50,5 @@ def _graph_bytes(trial: CudaRunner, max_batched_tokens: int) -> int:
     trial.capture(False, decode=trial.decode_buckets[-1:], prefill=prefill[-1:])
     driver = (free - torch.cuda.mem_get_info()[0]) - (torch.cuda.memory_reserved() - reserved)
     captured = trial.num_graphs
-    in_all = 3 * len(trial.decode_buckets) + len(prefill)
+    in_all = GRAPHS_PER_BUCKET * len(trial.decode_buckets) + len(prefill)
     return max(driver, 0) * (in_all - captured) // captured

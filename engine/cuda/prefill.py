@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.cuda.graphs import GraphPool, captured
 from engine.model.transformer import ForwardBatch, Transformer
 from engine.plan import PlanRow, Sample
 from engine.sampling_state import upload
@@ -173,16 +174,18 @@ class Prefill:
         inputs.sample_slots_R.fill_(-1)
         return buffer.to(self._kv_cache.device)
 
-    def capture(self, tokens: int, pool: "torch.cuda._POOL_HANDLE", stream: torch.cuda.Stream) -> None:
+    def capture(self, tokens: int, pool: GraphPool, stream: torch.cuda.Stream) -> None:
         """A graph for up to ``tokens`` tokens of up to GRAPH_SEQUENCES sequences."""
         shape = PrefillShape(tokens, GRAPH_SEQUENCES, GRAPH_SEQUENCES)
         buffer = self.padding(shape)
         inputs = PrefillInputs.of(buffer, shape)
-        self.forward(inputs)  # kernels are compiled and loaded before the capture
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
-            hidden_TH, logits_BV = self.forward(inputs)
+        outputs: list[Tensor] = []
+
+        def work() -> None:
+            outputs[:] = self.forward(inputs)
+
+        graph = captured(work, pool, stream)
+        hidden_TH, logits_BV = outputs
         self._graphs[tokens] = _Graph(shape, buffer, graph, hidden_TH, logits_BV)
 
     def close(self) -> None:

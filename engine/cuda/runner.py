@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from engine.cuda.decode import ALL_STAGES, Decode, launched_stages
+from engine.cuda.decode import ALL_STAGES, PLAIN, Decode, launched_stages
 from engine.cuda.prefill import GRAPH_TOKENS, Prefill, PrefillInputs
 from engine.cuda.rows import DeviceRows
 from engine.lifecycle import StepResult
@@ -164,10 +164,14 @@ class CudaRunner:
 
     def _launch_decode(self, rows: list[PlanRow], bucket: int) -> tuple[list[Sample], Sampled, int]:
         samples = [row.samples[0] for row in rows]
-        self._decode.forward(bucket)
-        logits_BV = self._decode.logits(bucket)
-        asked = self._sampler.ask(logits_BV, samples)
-        self._decode.sample(bucket, asked.stages)
+        asked, logits_BV = self._sampler.survey(samples), self._decode.logits(bucket)
+        if launched_stages(asked.stages) == PLAIN:
+            self._decode.plain_step(bucket)
+            asked = self._sampler.keep_raw(asked, logits_BV)
+        else:
+            self._decode.forward(bucket)
+            asked = self._sampler.keep_raw(asked, logits_BV)
+            self._decode.sample(bucket, asked.stages)
         return samples, self._sampler.answer(asked, logits_BV, self._decode.out), 0
 
     def _launch_chunks(
