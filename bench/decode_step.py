@@ -56,6 +56,7 @@ class Bench:
             weights, _ = random_weights(directory, self.config, 0, torch.bfloat16, torch.device(device), False)
         self.model = Transformer(self.config, weights)
         self.device = device
+        self.fold = 0  # rows up to which norms are folded into the products
         blocks_each = max_context // BLOCK_SIZE + 2
         shape_kv = (
             self.config.num_layers, 2, max_rows * blocks_each, BLOCK_SIZE, self.config.num_kv_heads,
@@ -71,7 +72,7 @@ class Bench:
     def graph(self, batch: int, context: int, pdl: bool) -> torch.cuda.CUDAGraph:
         """The captured step of ``batch`` rows; replaying it grows the contexts by one each time."""
         self.rows.positions_S.fill_(context)
-        chain = DecodeChain(self.model, self.kv_cache, self.rows, self.cos_sin, self.buffers)
+        chain = DecodeChain(self.model, self.kv_cache, self.rows, self.cos_sin, self.buffers, self.fold)
         stream = torch.cuda.Stream()
         with torch.inference_mode(), torch.cuda.stream(stream):
             chain.run(batch, pdl=pdl)
@@ -112,13 +113,13 @@ class Bench:
                 tiles.gemv_key("add", *down): tiles.gemv_tile("add", *down),
                 tiles.gemv_key("head", *head): tiles.gemv_tile("head", *head),
             }
+        if batch <= self.fold:
+            kinds = [*(("folded", shape) for shape in (qkv, o, down)), ("folded_gate_up", gate_up), ("head", head)]
+        else:
+            kinds = [*(("gemm", shape) for shape in (qkv, o, down)), ("gate_up", gate_up), ("head", head)]
         return {
             tiles.skinny_key(kind, rows, inner, batch): tiles.skinny_tile(kind, rows, inner, batch)
-            for kind, (rows, inner) in [
-                *(("gemm", shape) for shape in (qkv, o, down)),
-                ("gate_up", gate_up),
-                ("head", head),
-            ]
+            for kind, (rows, inner) in kinds
         }
 
 
@@ -139,7 +140,7 @@ def possible(key: str, tile: Any) -> bool:
         doubled = 2 if key.split("/")[1] in ("qkv", "gate_up") else 1
         return 512 <= tile.rows * tile.k * doubled <= 16384
     tokens = int(key.rsplit("/", 1)[1])
-    both = 2 if "/gate_up/" in key else 1
+    both = 2 if "gate_up/" in key else 1
     shared = (tile.rows * both + tokens) * tile.k * 2 * tile.stages
     splits_fit = tile.splits == 1 or "/gemm/" in key
     return splits_fit and shared <= 200_000 and tile.rows * tokens * both <= 128 * 128
@@ -149,16 +150,16 @@ def use(key: str, tile: Any) -> None:
     tiles.measured_tiles().setdefault(key, {})["tile"] = asdict(tile)
 
 
-def _compile(arguments: tuple[str, int, list[tuple[str, Any]]]) -> int:
+def _compile(arguments: tuple[str, int, int, list[tuple[str, Any]]]) -> int:
     """In a process of its own: run each tile once on a model of one layer, so that it lies compiled on the disk."""
-    shape, batch, variants = arguments
+    shape, batch, fold, variants = arguments
     bench, done = Bench(shape, 1, max(batch, 2), 64, "cuda"), 0
     for key, tile in variants:
         saved = tiles.measured_tiles().get(key)
         use(key, tile)
         try:
             bench.buffers = DecodeBuffers(bench.model, max(batch, 2))
-            chain = DecodeChain(bench.model, bench.kv_cache, bench.rows, bench.cos_sin, bench.buffers)
+            chain = DecodeChain(bench.model, bench.kv_cache, bench.rows, bench.cos_sin, bench.buffers, fold)
             bench.rows.positions_S.fill_(20)
             with torch.inference_mode():
                 chain.run(batch, pdl=True)
@@ -171,10 +172,10 @@ def _compile(arguments: tuple[str, int, list[tuple[str, Any]]]) -> int:
     return done
 
 
-def compile_ahead(shape: str, batch: int, variants: list[tuple[str, Any]], processes: int) -> None:
+def compile_ahead(shape: str, batch: int, fold: int, variants: list[tuple[str, Any]], processes: int) -> None:
     parts = [variants[i::processes] for i in range(processes)]
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        list(pool.map(_compile, [(shape, batch, part) for part in parts if part]))
+        list(pool.map(_compile, [(shape, batch, fold, part) for part in parts if part]))
 
 
 def sweep(bench: Bench, shape: str, batch: int, context: int, passes: int, processes: int) -> dict[str, Any]:
@@ -186,7 +187,7 @@ def sweep(bench: Bench, shape: str, batch: int, context: int, passes: int, proce
     first = best
     for number in range(passes):
         variants = [(key, other) for key, tile in current.items() for other in neighbours(key, tile)]
-        compile_ahead(shape, batch, variants, processes)
+        compile_ahead(shape, batch, bench.fold, variants, processes)
         for key in current:
             start = current[key]
             for other in neighbours(key, start):
@@ -255,12 +256,14 @@ def main() -> int:
     parser.add_argument("--context", type=int, nargs="+", default=[1024])
     parser.add_argument("--sweep", action="store_true", help="find the best tiles of the batches up to 64")
     parser.add_argument("--sweep-attention", action="store_true")
+    parser.add_argument("--fold", type=int, default=0, help="rows up to which norms are folded into the products")
     parser.add_argument("--passes", type=int, default=1)
     parser.add_argument("--processes", type=int, default=12, help="that compile tiles ahead")
     parser.add_argument("--tiles", help="add the winners to this file")
     parser.add_argument("--json")
     args = parser.parse_args()
     bench = Bench(args.shape, None, max(args.batch), max(args.context), "cuda")
+    bench.fold = args.fold
     weights = sum(p.nbytes for layer in bench.model.weights.layers for p in (layer.qkv, layer.o, layer.gate_up))
     weights += sum(layer.down.nbytes for layer in bench.model.weights.layers) + bench.model.weights.head_VH.nbytes
     bandwidth = read_bandwidth()

@@ -1,7 +1,8 @@
 """A decode step on a GPU as a chain of few kernels over static buffers: what a CUDA graph captures.
 
-Three forms, by the number of rows: one row streams the weights through `kernels.gpu.gemv` with everything else folded
-in (six kernels a layer); 2 to 64 rows use products with the weights as the large operand; more rows use cuBLAS. Shapes:
+Forms, by the number of rows: one row streams the weights through `kernels.gpu.gemv` with everything else folded in
+(six kernels a layer); 2 to 64 rows use products with the weights as the large operand (nine kernels a layer, or seven
+with the norms folded in); more rows use cuBLAS. Shapes:
 B rows, H hidden, N query heads, K KV heads, D head_dim, A = N + 2K, I intermediate, V vocabulary, S partial sums.
 """
 
@@ -28,13 +29,21 @@ class DecodeChain:
     """
 
     def __init__(
-        self, model: Transformer, kv_cache: Tensor, rows: DecodeRows, cos_sin_PD: Tensor, workspace: "DecodeBuffers"
+        self,
+        model: Transformer,
+        kv_cache: Tensor,
+        rows: DecodeRows,
+        cos_sin_PD: Tensor,
+        workspace: "DecodeBuffers",
+        fold_norms_upto: int = 0,
     ) -> None:
+        """``fold_norms_upto`` rows the narrow products compute the norms themselves."""
         self._config, self._weights = model.config, model.weights
         self._rows, self._cos_sin_PD, self._buffers = rows, cos_sin_PD, workspace
         self._caches = [(kv_cache[layer, 0], kv_cache[layer, 1]) for layer in range(self._config.num_layers)]
         self._scale = self._config.head_dim**-0.5
         self._fused = not self._config.qk_norm
+        self._fold_norms_upto = fold_norms_upto
 
     def run(self, num_rows: int, *, pdl: bool) -> None:
         """Launch the step for ``num_rows`` rows. ``pdl`` holds for the forms without cuBLAS."""
@@ -44,6 +53,8 @@ class DecodeChain:
         meta = DecodeMeta(rows.block_tables_SM, inputs.context_lens_B, None, rows.block_size, rows.row_slots_B, None)
         if num_rows == 1 and self._fused:
             self._run_one(inputs, meta, pdl)
+        elif num_rows <= self._fold_norms_upto:
+            self._run_folded(num_rows, inputs, meta, pdl)
         elif num_rows <= MAX_SKINNY:
             self._run_skinny(num_rows, inputs, meta, pdl)
         else:
@@ -107,6 +118,35 @@ class DecodeChain:
         tile = skinny_tile("head", config.vocab_size, config.hidden_size, B)
         logits_BV = buffers.logits_BV[:B]
         skinny_gemm.skinny_gemm(normed_BH, self._weights.head_VH, None, logits_BV[None], tile, pdl=pdl)
+
+    def _run_folded(self, B: int, inputs: DecodeInputs, meta: DecodeMeta, pdl: bool) -> None:
+        """No norm has a kernel of its own: products read the float32 residual stream and add to it in place."""
+        config, buffers, eps = self._config, self._buffers, self._config.norm_eps
+        x_BH, act_BI, q_size = inputs.x_BH, buffers.act_BI[:B], len(self._weights.layers[0].qkv)
+        attended_BO, I = buffers.attended_BND[:B].flatten(1), config.intermediate_size  # noqa: E741
+        H = config.hidden_size
+        qkv_SBO = buffers.partial_floats[: B * q_size].view(1, B, q_size)
+        qkv_tile, o_tile = skinny_tile("folded", q_size, H, B), skinny_tile("folded", H, attended_BO.shape[1], B)
+        gate_up_tile, down_tile = skinny_tile("folded_gate_up", 2 * I, H, B), skinny_tile("folded", H, I, B)
+        head_tile = skinny_tile("head", config.vocab_size, H, B)
+        for index, layer in enumerate(self._weights.layers):
+            # The first waits for begin_decode as a whole: what that wrote is complete for all kernels that follow.
+            skinny_gemm.skinny_gemm(
+                x_BH, layer.qkv, layer.qkv_bias, qkv_SBO, qkv_tile, norm_I=layer.input_norm_H, eps=eps,
+                pdl=pdl and index > 0,
+            )  # fmt: skip
+            self._rope(index, layer, qkv_SBO[0].unflatten(1, (-1, config.head_dim)), inputs, pdl)
+            self._attend(B, index, meta, pdl)
+            skinny_gemm.skinny_gemm(attended_BO, layer.o, layer.o_bias, x_BH[None], o_tile, add=True, pdl=pdl)
+            skinny_gemm.skinny_gate_up_silu(
+                x_BH, layer.gate_up, layer.gate_up_bias, act_BI, gate_up_tile, norm_H=layer.post_norm_H, eps=eps,
+                pdl=pdl,
+            )  # fmt: skip
+            skinny_gemm.skinny_gemm(act_BI, layer.down, layer.down_bias, x_BH[None], down_tile, add=True, pdl=pdl)
+        skinny_gemm.skinny_gemm(
+            x_BH, self._weights.head_VH, None, buffers.logits_BV[:B][None], head_tile,
+            norm_I=self._weights.final_norm_H, eps=eps, pdl=pdl,
+        )  # fmt: skip
 
     def _partial(self, a_BI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, pdl: bool) -> Tensor:
         """Partial sums [S, B, O] in the shared buffer, which the next kernel reads and nobody after it."""

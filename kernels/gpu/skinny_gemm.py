@@ -30,18 +30,29 @@ class SkinnyTile:
 
 
 def skinny_gemm(
-    a_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, out_SMO: Tensor, tile: SkinnyTile, *, pdl: bool = False
+    a_MI: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None,
+    out_SMO: Tensor,
+    tile: SkinnyTile,
+    *,
+    norm_I: Tensor | None = None,
+    eps: float = 0.0,
+    add: bool = False,
+    pdl: bool = False,
 ) -> None:
     """Partial sums of ``a @ weight.T + bias``: ``out[s]`` is the product over the s-th part of I.
 
-    The bias is in ``out[0]``. ``out`` has its own dtype.
+    The bias is in ``out[0]``. ``out`` has its own dtype. With ``norm_I`` the product is of RMSNorm(a), computed on the
+    way from a float32 ``a``; with ``add`` the product is added to what ``out`` holds; both without splits.
     """
+    assert tile.splits == 1 or (norm_I is None and not add)
     (M, I), O = a_MI.shape, weight_OI.shape[0]  # noqa: E741
     assert out_SMO.shape == (tile.splits, M, O)
     _skinny_gemm[(triton.cdiv(O, tile.rows), tile.splits)](
-        a_MI, weight_OI, bias_O, out_SMO, M, O, a_MI.stride(0), weight_OI.stride(0), out_SMO.stride(0),
+        a_MI, norm_I, weight_OI, bias_O, out_SMO, eps, M, O, a_MI.stride(0), weight_OI.stride(0), out_SMO.stride(0),
         out_SMO.stride(1), I=I, SPAN=_span(I, tile), BK=tile.k, AHEAD=min(tile.ahead, _span(I, tile) // tile.k),
-        ROWS=tile.rows, TOKENS=padded_tokens(M), HAS_BIAS=bias_O is not None, PDL=pdl,
+        ROWS=tile.rows, TOKENS=padded_tokens(M), HAS_BIAS=bias_O is not None, NORM=norm_I is not None, ADD=add, PDL=pdl,
         num_warps=tile.warps, num_stages=tile.stages, **pdl_options(pdl),
     )  # fmt: skip
 
@@ -53,15 +64,21 @@ def skinny_gate_up_silu(
     out_MI: Tensor,
     tile: SkinnyTile,
     *,
+    norm_H: Tensor | None = None,
+    eps: float = 0.0,
     pdl: bool = False,
 ) -> None:
-    """``silu(a @ gate.T + bias) * (a @ up.T + bias)``; ``tile.rows`` rows of each per program, no splits."""
+    """``silu(a @ gate.T + bias) * (a @ up.T + bias)``; ``tile.rows`` rows of each per program, no splits.
+
+    With ``norm_H`` of RMSNorm(a), as in `skinny_gemm`.
+    """
     (M, H), I = a_MH.shape, out_MI.shape[1]  # noqa: E741
     assert tile.splits == 1
     _skinny_gate_up_silu[(triton.cdiv(I, tile.rows),)](
-        a_MH, gate_up_2IH, bias_2I, out_MI, M, I, a_MH.stride(0), gate_up_2IH.stride(0), out_MI.stride(0),
+        a_MH, norm_H, gate_up_2IH, bias_2I, out_MI, eps, M, I, a_MH.stride(0), gate_up_2IH.stride(0), out_MI.stride(0),
         H=H, BK=tile.k, AHEAD=min(tile.ahead, triton.cdiv(H, tile.k)), ROWS=tile.rows, TOKENS=padded_tokens(M),
-        HAS_BIAS=bias_2I is not None, PDL=pdl, num_warps=tile.warps, num_stages=tile.stages, **pdl_options(pdl),
+        HAS_BIAS=bias_2I is not None, NORM=norm_H is not None, PDL=pdl, num_warps=tile.warps,
+        num_stages=tile.stages, **pdl_options(pdl),
     )  # fmt: skip
 
 
@@ -89,11 +106,19 @@ def _token_tile(columns, k, m_ok, K: tl.constexpr):
 
 
 @triton.jit
+def _normed_tile(columns, norm, k, m_ok, K: tl.constexpr, dtype: tl.constexpr):
+    """The same from float32, times the norm's weights, and the sum of the squares of each token."""
+    a = _token_tile(columns, k, m_ok, K).to(tl.float32)
+    gamma = tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32)
+    return (a * gamma[:, None]).to(dtype), tl.sum(a * a, 0)
+
+
+@triton.jit
 def _skinny_gemm(
-    a, w, bias, out, num_tokens, num_rows, stride_a, stride_w, stride_os, stride_om,
+    a, norm, w, bias, out, eps, num_tokens, num_rows, stride_a, stride_w, stride_os, stride_om,
     I: tl.constexpr, SPAN: tl.constexpr,  # noqa: E741
     BK: tl.constexpr, AHEAD: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     s = tl.program_id(1)
@@ -106,22 +131,39 @@ def _skinny_gemm(
         first += (_weight_tile(w_rows, k + j * BK, r_ok, I),)
     wait_for_earlier_kernels(PDL)
     acc = tl.zeros((ROWS, TOKENS), tl.float32)
+    dtype: tl.constexpr = w.dtype.element_ty
+    squares = tl.zeros((TOKENS,), tl.float32)
     for j in tl.static_range(AHEAD):
-        acc = tl.dot(first[j], _token_tile(a_columns, k + j * BK, m_ok, I), acc, input_precision="ieee")
+        if NORM:
+            at, more = _normed_tile(a_columns, norm, k + j * BK, m_ok, I, dtype)
+            squares += more
+        else:
+            at = _token_tile(a_columns, k + j * BK, m_ok, I)
+        acc = tl.dot(first[j], at, acc, input_precision="ieee")
     for k0 in range(AHEAD * BK, SPAN, BK):
-        wt, at = _weight_tile(w_rows, k + k0, r_ok, I), _token_tile(a_columns, k + k0, m_ok, I)
+        wt = _weight_tile(w_rows, k + k0, r_ok, I)
+        if NORM:
+            at, more = _normed_tile(a_columns, norm, k + k0, m_ok, I, dtype)
+            squares += more
+        else:
+            at = _token_tile(a_columns, k + k0, m_ok, I)
         acc = tl.dot(wt, at, acc, input_precision="ieee")
+    if NORM:
+        acc *= tl.rsqrt(squares / I + eps)[None, :]
     if HAS_BIAS and s == 0:
         acc += tl.load(bias + r, mask=r_ok, other=0.0).to(tl.float32)[:, None]
     o = out + s.to(tl.int64) * stride_os + m.to(tl.int64)[None, :] * stride_om + r[:, None]
-    tl.store(o, acc.to(out.dtype.element_ty), mask=r_ok[:, None] & m_ok[None, :])
+    mask = r_ok[:, None] & m_ok[None, :]
+    if ADD:
+        acc += tl.load(o, mask=mask, other=0.0).to(tl.float32)
+    tl.store(o, acc.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _skinny_gate_up_silu(
-    a, w, bias, out, num_tokens, num_rows, stride_a, stride_w, stride_om,
+    a, norm, w, bias, out, eps, num_tokens, num_rows, stride_a, stride_w, stride_om,
     H: tl.constexpr, BK: tl.constexpr, AHEAD: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     m, k = tl.arange(0, TOKENS), tl.arange(0, BK)
@@ -138,14 +180,28 @@ def _skinny_gate_up_silu(
         bias_up = tl.load(bias + num_rows + r, mask=r_ok, other=0.0).to(tl.float32)
     wait_for_earlier_kernels(PDL)
     gate, up = tl.zeros((ROWS, TOKENS), tl.float32), tl.zeros((ROWS, TOKENS), tl.float32)
+    dtype: tl.constexpr = w.dtype.element_ty
+    squares = tl.zeros((TOKENS,), tl.float32)
     for j in tl.static_range(AHEAD):
-        at = _token_tile(a_columns, k + j * BK, m_ok, H)
+        if NORM:
+            at, more = _normed_tile(a_columns, norm, k + j * BK, m_ok, H, dtype)
+            squares += more
+        else:
+            at = _token_tile(a_columns, k + j * BK, m_ok, H)
         gate = tl.dot(first_gate[j], at, gate, input_precision="ieee")
         up = tl.dot(first_up[j], at, up, input_precision="ieee")
     for k0 in range(AHEAD * BK, H, BK):
-        at = _token_tile(a_columns, k + k0, m_ok, H)
-        gate = tl.dot(_weight_tile(w_gate, k + k0, r_ok, H), at, gate, input_precision="ieee")
-        up = tl.dot(_weight_tile(w_up, k + k0, r_ok, H), at, up, input_precision="ieee")
+        g, u = _weight_tile(w_gate, k + k0, r_ok, H), _weight_tile(w_up, k + k0, r_ok, H)
+        if NORM:
+            at, more = _normed_tile(a_columns, norm, k + k0, m_ok, H, dtype)
+            squares += more
+        else:
+            at = _token_tile(a_columns, k + k0, m_ok, H)
+        gate = tl.dot(g, at, gate, input_precision="ieee")
+        up = tl.dot(u, at, up, input_precision="ieee")
+    if NORM:
+        rstd = tl.rsqrt(squares / H + eps)
+        gate, up = gate * rstd[None, :], up * rstd[None, :]
     if HAS_BIAS:
         gate, up = gate + bias_gate[:, None], up + bias_up[:, None]
     y = gate * tl.sigmoid(gate) * up

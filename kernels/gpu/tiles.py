@@ -1,7 +1,7 @@
 """Which tile each product of the decode chain uses: measured per shape, fixed in `tiles.json`, never tuned at start.
 
-`bench/tiles.py` measures and writes the file; every entry keeps the time it won with and where. A shape that is not
-in the file gets the rule of thumb below.
+`bench/decode_step.py` measures and writes the file; every entry keeps the time it won with and where. A shape that is
+not in the file gets the rule of thumb below.
 """
 
 import json
@@ -31,7 +31,7 @@ def gemv_key(kind: str, rows: int, inner: int) -> str:
 
 
 def skinny_key(kind: str, rows: int, inner: int, tokens: int) -> str:
-    """``kind``: gemm, gate_up or head."""
+    """``kind``: gemm, gate_up, head; folded and folded_gate_up where the product computes the norm or adds itself."""
     return f"skinny/{kind}/{rows}x{inner}/{padded_tokens(tokens)}"
 
 
@@ -51,6 +51,8 @@ def skinny_tile(kind: str, rows: int, inner: int, tokens: int) -> SkinnyTile:
     entry = measured_tiles().get(skinny_key(kind, rows, inner, tokens))
     if entry is not None:
         return SkinnyTile(**entry["tile"])
+    if kind == "folded":  # without splits, few rows for many programs
+        return SkinnyTile(16, 128, 1, 4)
     if kind != "gemm":
         return SkinnyTile(64, 64, 1, 4)
     splits = 1

@@ -91,11 +91,13 @@ def plain_logits(model: Transformer, kv_cache: Tensor, rows: DecodeRows, count: 
     return model.logits(model.hidden_states(batch, kv_cache))
 
 
-@pytest.mark.parametrize("count", [1, 17, 70])
+@pytest.mark.parametrize(("count", "fold_norms_upto"), [(1, 0), (17, 0), (70, 0), (5, 16)])
 @pytest.mark.parametrize("pdl", [False, True])
 @torch.inference_mode()
-def test_the_chain_equals_the_layers(model: Transformer, count: int, pdl: bool, device: str) -> None:
-    """One row, few rows, and more than the narrow products take."""
+def test_the_chain_equals_the_layers(
+    model: Transformer, count: int, fold_norms_upto: int, pdl: bool, device: str
+) -> None:
+    """One row, few rows, more than the narrow products take, and few rows without kernels for the norms."""
     if pdl and device == "cpu":
         pytest.skip("the interpreter has no dependent launch")
     kv_cache, rows = make_state(model, device)
@@ -104,7 +106,7 @@ def test_the_chain_equals_the_layers(model: Transformer, count: int, pdl: bool, 
     positions = rows.positions_S.clone()
     cos_sin = cos_sin_table(model.config, 64).to(device)
     buffers = DecodeBuffers(model, SLOTS)
-    DecodeChain(model, kv_cache, rows, cos_sin, buffers).run(count, pdl=pdl)
+    DecodeChain(model, kv_cache, rows, cos_sin, buffers, fold_norms_upto).run(count, pdl=pdl)
     live = [row for row in range(count) if row != 3]
     assert (buffers.logits_BV[live] - expected).abs().max() < 2e-4
     assert (kv_cache - expected_cache).abs().max() < 2e-4, "the KV of the new tokens, and nothing else, is written"

@@ -268,16 +268,42 @@ def test_skinny_gemm(
 
 
 @pytest.mark.parametrize("tokens", [2, 19])
+@pytest.mark.parametrize("add", [True, False])
+def test_skinny_gemm_with_norm_or_addition(tokens: int, add: bool, dtype: torch.dtype, device: str) -> None:
+    """The norm from a float32 input; the sum into what is there."""
+    inner, rows = 90, 40
+    a = random(tokens, inner, dtype=dtype if add else torch.float32, device=device)
+    norm = 1 + random(inner, dtype=dtype, device=device, seed=3, scale=0.1)
+    weight = random(rows, inner, dtype=dtype, device=device, seed=1, scale=inner**-0.5)
+    bias = random(rows, dtype=dtype, device=device, seed=2)
+    out = random(1, tokens + 2, rows, dtype=torch.float32, device=device, seed=4)
+    before = out.clone()
+    exact = (a.double() if add else rmsnorm(a.double(), norm.double(), 1e-5)) @ weight.double().T + bias.double()
+    if add:
+        exact += before[0, :tokens].double()
+    options = {"add": True} if add else {"norm_I": norm, "eps": 1e-5}
+    skinny_gemm.skinny_gemm(a, weight, bias, out[:, :tokens], SkinnyTile(16, 32, 1, 2), **options)
+    assert_close(out[0, :tokens], exact, torch.float32 if add else dtype)
+    assert torch.equal(out[:, tokens:], before[:, tokens:])
+
+
+@pytest.mark.parametrize("tokens", [2, 19])
 @pytest.mark.parametrize(("rows", "hidden"), [(64, 128), (70, 90)])
 @pytest.mark.parametrize("bias", [True, False])
-def test_skinny_gate_up_silu(tokens: int, rows: int, hidden: int, bias: bool, dtype: torch.dtype, device: str) -> None:
-    a = random(tokens, hidden, dtype=dtype, device=device)
+@pytest.mark.parametrize("normed", [True, False])
+def test_skinny_gate_up_silu(
+    tokens: int, rows: int, hidden: int, bias: bool, normed: bool, dtype: torch.dtype, device: str
+) -> None:
+    a = random(tokens, hidden, dtype=torch.float32 if normed else dtype, device=device)
+    norm = 1 + random(hidden, dtype=dtype, device=device, seed=3, scale=0.1)
     weight = random(2 * rows, hidden, dtype=dtype, device=device, seed=1, scale=hidden**-0.5)
     bias_2I = random(2 * rows, dtype=dtype, device=device, seed=2) if bias else None
     out = torch.full((tokens + 2, rows + 3), 7.0, dtype=dtype, device=device)
     tile = SkinnyTile(32, 32, 1, 2)
-    skinny_gemm.skinny_gate_up_silu(a, weight, bias_2I, out[:tokens, :rows], tile)
-    both = a.double() @ weight.double().T + (bias_2I.double() if bias_2I is not None else 0)
+    options = {"norm_H": norm, "eps": 1e-5} if normed else {}
+    skinny_gemm.skinny_gate_up_silu(a, weight, bias_2I, out[:tokens, :rows], tile, **options)
+    inputs = rmsnorm(a.double(), norm.double(), 1e-5) if normed else a.double()
+    both = inputs @ weight.double().T + (bias_2I.double() if bias_2I is not None else 0)
     gate, up = both.chunk(2, dim=1)
     assert_close(out[:tokens, :rows], torch.nn.functional.silu(gate) * up, dtype)
     assert (out[tokens:] == 7).all()
