@@ -4,6 +4,7 @@ Whatever must not be read is NaN; whatever must not be written is looked at afte
 """
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -281,7 +282,7 @@ def test_skinny_gemm_with_norm_or_addition(tokens: int, add: bool, dtype: torch.
     exact = (a.double() if add else rmsnorm(a.double(), norm.double(), 1e-5)) @ weight.double().T + bias.double()
     if add:
         exact += before[0, :tokens].double()
-    options = {"add": True} if add else {"norm_I": norm, "eps": 1e-5}
+    options: dict[str, Any] = {"add": True} if add else {"norm_I": norm, "eps": 1e-5}
     skinny_gemm.skinny_gemm(a, weight, bias, out[:, :tokens], SkinnyTile(16, 32, 1, 2), **options)
     assert_close(out[0, :tokens], exact, torch.float32 if add else dtype)
     assert torch.equal(out[:, tokens:], before[:, tokens:])
@@ -300,7 +301,7 @@ def test_skinny_gate_up_silu(
     bias_2I = random(2 * rows, dtype=dtype, device=device, seed=2) if bias else None
     out = torch.full((tokens + 2, rows + 3), 7.0, dtype=dtype, device=device)
     tile = SkinnyTile(32, 32, 1, 2)
-    options = {"norm_H": norm, "eps": 1e-5} if normed else {}
+    options: dict[str, Any] = {"norm_H": norm, "eps": 1e-5} if normed else {}
     skinny_gemm.skinny_gate_up_silu(a, weight, bias_2I, out[:tokens, :rows], tile, **options)
     inputs = rmsnorm(a.double(), norm.double(), 1e-5) if normed else a.double()
     both = inputs @ weight.double().T + (bias_2I.double() if bias_2I is not None else 0)
