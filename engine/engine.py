@@ -271,6 +271,10 @@ class Engine:
         self._in_flight.clear()
         self._runner.close()
         del self._runner
+        if self.info.device == "cuda":
+            from engine.cuda.memory import release_cached_memory
+
+            release_cached_memory()
 
     def _cache_root(self, salt: str) -> bytes:
         """The root of a request's prefixes: everything that KV depends on besides the tokens. Each part is prefixed

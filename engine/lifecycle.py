@@ -49,7 +49,8 @@ class Lifecycle:
         self.num_queued_tokens = 0
         self._scheduler = scheduler
         self._eos = frozenset(eos_token_ids)
-        self._deadlines: list[tuple[float, int, Request]] = []
+        # (time, request number, id): no references, so that what has ended is gone while its deadline waits.
+        self._deadlines: list[tuple[float, int, str]] = []
 
     def add(self, request: Request) -> None:
         """Take over a new request."""
@@ -60,7 +61,7 @@ class Lifecycle:
         self.num_queued_tokens += len(request.prompt)
         for time in (request.queue_deadline, request.deadline, request.stop_time):
             if time is not None and math.isfinite(time):
-                heapq.heappush(self._deadlines, (time, request.number, request))
+                heapq.heappush(self._deadlines, (time, request.number, request.id))
         self._scheduler.add(request)
 
     def oldest_queued(self) -> Request | None:
@@ -75,14 +76,21 @@ class Lifecycle:
 
     def next_deadline(self) -> float | None:
         """When `expire` has to be called next; None without deadlines."""
-        while self._deadlines and self._deadlines[0][-1].id not in self.live:
+        while self._deadlines and self._request_of(self._deadlines[0]) is None:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
+
+    def _request_of(self, entry: tuple[float, int, str]) -> Request | None:
+        """The live request a deadline is of. Another one may have its id by now."""
+        _, number, request_id = entry
+        request = self.live.get(request_id)
+        return request if request is not None and request.number == number else None
 
     def expire(self, now: float) -> None:
         """End what is over a deadline: hard ones fail, a passed stop time finishes with TIME_LIMIT."""
         while (time := self.next_deadline()) is not None and time <= now:
-            request = heapq.heappop(self._deadlines)[-1]
+            request = self._request_of(heapq.heappop(self._deadlines))
+            assert request is not None, "next_deadline left one that has ended"
             if _is_over(request.deadline, now):
                 self.fail(request, _deadline_reason(request), "the deadline passed", now)
             elif _is_over(request.queue_deadline, now) and request.first_scheduled is None:
@@ -150,8 +158,9 @@ class Lifecycle:
         if plan.chunks:
             self._scheduler.committed_chunks(plan)
         for number, row in enumerate(plan.chunks, len(plan.decode)):
-            if row.prompt_logprobs is not None and row.output.request.id in self.live:
-                self._commit_prompt(row.output.request, row.prompt_logprobs[0], result.prompt_logprobs[number], now)
+            request = row.output.request
+            if row.prompt_logprobs is not None and self.live.get(request.id) is request:
+                self._commit_prompt(request, row.prompt_logprobs[0], result.prompt_logprobs[number], now)
         self._commit_samples(plan, result, now)
         for row in plan.chunks:
             if row.completes_request:

@@ -1,5 +1,7 @@
 """From a model directory to something that runs: config, weights, KV pool, defaults."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
@@ -20,6 +22,9 @@ from kernels.reference import ops as reference_ops
 
 if TYPE_CHECKING:
     from engine.cuda.runner import CudaRunner
+
+# Of the attention kernels.
+MAX_GPU_HEAD_DIM = 256
 
 AnyRunner = Union[Runner, "CudaRunner"]
 
@@ -49,15 +54,14 @@ def load_model(config: EngineConfig) -> LoadedModel:
     max_model_len = _max_model_len(config, model_config)
     dtype = _dtype(config, model_config)
     device = _device(config)
-    weights, fingerprint = _weights(config, model_config, DTYPES[dtype], device)
+    if device.type == "cuda" and model_config.head_dim > MAX_GPU_HEAD_DIM:
+        raise ModelError(f"{directory}: head_dim {model_config.head_dim} is above {MAX_GPU_HEAD_DIM}, the GPU's most")
     bytes_per_token = kv_bytes_per_token(model_config, DTYPES[dtype])
-    kernels = reference_ops if config.kernels == "reference" else ops
-    model = Transformer(model_config, pack_weights(weights, kernels.pack_weight), kernels)
-    try:
+    with _out_of_memory_in_one_line():
+        weights, fingerprint = _weights(config, model_config, DTYPES[dtype], device)
+        kernels = reference_ops if config.kernels == "reference" else ops
+        model = Transformer(model_config, pack_weights(weights, kernels.pack_weight), kernels)
         runner, num_blocks = _runner(config, model, max_model_len, eos_token_ids, bytes_per_token)
-    except torch.OutOfMemoryError as error:
-        reason = str(error).split(". ")[0]
-        raise ConfigError(f"{reason}; lower max_num_batched_tokens, max_num_seqs or gpu_memory_utilization") from None
     limits = Limits(
         vocab_size=model_config.vocab_size,
         max_model_len=max_model_len,
@@ -68,6 +72,18 @@ def load_model(config: EngineConfig) -> LoadedModel:
     return LoadedModel(
         runner, model_config, limits, fingerprint, dtype, eos_token_ids, default_sampling, bytes_per_token
     )
+
+
+@contextmanager
+def _out_of_memory_in_one_line() -> Iterator[None]:
+    """A GPU that is too small is the configuration's fault, and the way out is said."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "out of memory" not in str(error).lower():
+            raise
+        reason = str(error).split(". ")[0]
+        raise ConfigError(f"{reason}; lower max_num_batched_tokens, max_num_seqs or gpu_memory_utilization") from None
 
 
 def _weights(
@@ -139,9 +155,9 @@ def _runner(
         seats_can_fill,
     )
     runner = make_runner(num_blocks)
-    runner.warm_up()
     if not config.enforce_eager:
         runner.capture(config.show_progress)
+    runner.warm_up(eager=config.enforce_eager)
     return runner, num_blocks
 
 

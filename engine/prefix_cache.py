@@ -82,7 +82,12 @@ class PrefixCache:
         self.release(hit.held)
 
     def insert(self, held: HeldPrefix | None, root: bytes, tokens: bytes, blocks: Sequence[int]) -> HeldPrefix:
-        """Make written and committed ``blocks`` known by their ``tokens``, and move the output's hold to their end."""
+        """Make written and committed ``blocks`` known by their ``tokens``, and move the output's hold to their end.
+
+        Nothing more becomes known of who holds what a flush forgot: others may have the same blocks, without a hold.
+        """
+        if held is not None and held.node is not None and not self._tree.is_known(held.node):
+            return held
         node, known = self._tree.insert(root, tokens, list(blocks))
         new = list(blocks[known:])
         self._manager.share(new)

@@ -178,6 +178,10 @@ class RadixTree:
         self.num_nodes = 0
         return blocks
 
+    def is_known(self, node: Node) -> bool:
+        """Whether a node that is held still leads to something: false once it is forgotten."""
+        return node.parent is not None or self._roots.get(node.key) is node
+
     def nodes(self) -> Iterator[Node]:
         """Every node, roots left out."""
         stack = [child for root in self._roots.values() for child in root.children.values()]

@@ -98,6 +98,13 @@ class Decode:
         full_sampling = captured(lambda: self._sample(bucket, FULL), pool, stream)
         self._graphs[bucket] = _Graphs(plain_step, forward, full_sampling)
 
+    def warm_up(self, eager: bool) -> None:
+        """Compile what is launched outside graphs: every form of sampling, and with ``eager`` every bucket's chain."""
+        for stages in ALL_STAGES:
+            self._sample(1, stages)
+        for bucket in self._buckets if eager else ():
+            self._chain.run(bucket, pdl=False)
+
     def close(self) -> None:
         self._graphs.clear()
 

@@ -22,16 +22,16 @@ def blocks_that_fit(
     The largest decode and prefill graphs are captured for the trial: the memory pool that all graphs share is theirs,
     and what the driver takes for a graph is multiplied by the number of graphs. Raises `ConfigError` when none fits.
     """
+    release_cached_memory()
     free_before, total = torch.cuda.mem_get_info()
     trial = make_runner(1)
-    trial.warm_up()
+    # In the order of a real start: a capture gives back what was cached before it.
     graph_bytes = _graph_bytes(trial, max_batched_tokens) if graphs else 0
-    torch.cuda.synchronize()
+    trial.warm_up(eager=not graphs)
     free_after, _ = torch.cuda.mem_get_info()
     trial.close()
     del trial
-    gc.collect()
-    torch.cuda.empty_cache()
+    release_cached_memory()
     taken = (total - free_before) + (free_before - free_after) - bytes_per_block + graph_bytes + MARGIN
     budget = int(total * share) - taken
     if budget < bytes_per_block:
@@ -52,3 +52,10 @@ def _graph_bytes(trial: CudaRunner, max_batched_tokens: int) -> int:
     captured = trial.num_graphs
     in_all = GRAPHS_PER_BUCKET * len(trial.decode_buckets) + len(prefill)
     return max(driver, 0) * (in_all - captured) // captured
+
+
+def release_cached_memory() -> None:
+    """Give what nobody refers to back to the driver, where other programs, and the next pool, can have it."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()

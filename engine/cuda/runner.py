@@ -20,6 +20,7 @@ from engine.outputs import TokenLogprob
 from engine.plan import PlanRow, Sample, StepPlan
 from engine.runner import allocate_kv
 from engine.sampler import LogprobTensors, Sampled, Sampler, sampled_logprobs, score
+from engine.sampling_params import MAX_LOGPROBS
 from engine.sampling_state import SamplingState, upload
 from kernels import ops
 from kernels.ops import SamplingOut, SamplingStages
@@ -93,20 +94,27 @@ class CudaRunner:
         )
         self._prefill = Prefill(model, self.kv_cache, self._rows.tensors, cos_sin_PD)
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        if self._stream is not None:  # which must see what was just written
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     # -- start and end ------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def warm_up(self) -> None:
-        """Batches of padding, the largest first: takes the memory a step needs, compiles every kernel that is not
-        captured."""
+    def warm_up(self, eager: bool = False) -> None:
+        """After the captures (``eager``: there are none): compile every kernel that is not captured, and take the
+        memory of the largest step, which torch then keeps: the largest chunk, prompt logprobs, a full batch's logprobs.
+        """
         with self._on_stream():
             for tokens in self._prefill.warm_up_tokens(self._max_batched_tokens):
                 shape = self._prefill.eager_shape(tokens)
                 inputs = PrefillInputs.of(self._prefill.padding(shape), shape)
-                _, logits_BV = self._prefill.forward(inputs)
+                hidden_TH, logits_BV = self._prefill.forward(inputs)
+                prompt_TH = hidden_TH[:PROMPT_LOGITS_ROWS]
+                score(self._model.logits(prompt_TH), inputs.token_ids_T[: len(prompt_TH)], MAX_LOGPROBS)
+            score(logits_BV.clone(), inputs.sample_sequences_R, MAX_LOGPROBS)
             for stages in ALL_STAGES:
                 self._sample_chunks(logits_BV[:1].clone(), inputs, stages, 1)
+            self._decode.warm_up(eager)
         if self._stream is not None:
             self._stream.synchronize()
 

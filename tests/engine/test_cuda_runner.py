@@ -118,11 +118,19 @@ def test_nan_logits_end_the_request_alone(model_dir: Path, device: str) -> None:
     assert fine.error is None
 
 
-def test_nothing_is_compiled_after_the_start(model_dir: Path, device: str) -> None:
-    """Batches of every kind run on what the start has compiled: a request never waits for a compiler."""
+@pytest.mark.parametrize("eager", [False, True])
+def test_nothing_is_compiled_after_the_start(tmp_path: Path, device: str, eager: bool) -> None:
+    """Batches of every kind run on what the start has compiled: a request never waits for a compiler.
+
+    The model's shape is of this test alone: what other tests compiled would hide what the start did not.
+    """
     if device == "cpu":
         pytest.skip("nothing is compiled on a CPU")
-    engine = cuda_engine(model_dir, device, max_num_batched_tokens=700, max_num_seqs=40)
+    hidden, vocab = (96, 136) if eager else (80, 152)
+    model_dir = make_model(
+        tmp_path, "qwen2", hidden_size=hidden, intermediate_size=72, num_hidden_layers=1, vocab_size=vocab, head_dim=16
+    )
+    engine = cuda_engine(model_dir, device, max_num_batched_tokens=700, max_num_seqs=40, enforce_eager=eager)
     compiled: list[str] = []
 
     def note(*args: Any, **options: Any) -> None:
@@ -135,6 +143,8 @@ def test_nothing_is_compiled_after_the_start(model_dir: Path, device: str) -> No
             prompts = [[3 + (number + i + j) % 120 for j in range(length)] for i, length in enumerate(lengths)]
             params = [replace(PARAMS[i % 6], n=1) for i in range(len(prompts))]
             engine.generate(prompts, params)
+            plain = [SamplingParams(max_tokens=3, top_logprobs=1, logprobs_mode=mode) for mode in LogprobsMode]
+            engine.generate(prompts[:2], plain[: len(prompts)])
     finally:
         knobs.jit_cache_hook = before
     assert compiled == []

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.outputs import FailReason, FinishReason, OutputFinished, PromptLogprobs, Started, TokenOutput
+from engine.outputs import FailReason, FinishReason, OutputFinished, PromptLogprobs, RequestDone, Started, TokenOutput
 from engine.plan import PlanRow, StepPlan
 from engine.sampling_params import SamplingParams
 from tests.engine.driver import EOS, Driver, random_token
@@ -383,3 +383,27 @@ def test_random_loads_end_every_request_once_and_leave_nothing(depth: int, seed:
                 expected.append(token(name, index, prompt_len + len(expected)))
             assert tokens == expected
             assert count == len(expected)
+
+
+def test_an_old_deadline_does_not_meet_a_new_request_of_its_id() -> None:
+    driver = Driver()
+    old = driver.add("a", 4, max_tokens=2, deadline=30.0)
+    driver.run()
+    assert old.finished
+    new = driver.add("a", 4, max_tokens=100)
+    while driver.now < 40:
+        driver.step()
+    assert not new.finished
+    assert driver.life.next_deadline() is None
+    assert [event.error for event in driver.events if isinstance(event, RequestDone)] == [None]
+
+
+def test_what_is_in_flight_for_an_old_request_does_not_meet_a_new_one_of_its_id() -> None:
+    driver = Driver(depth=2)
+    old = driver.add("a", 4, params=SamplingParams(prompt_logprobs=0))
+    driver.step()
+    driver.life.fail(old, FailReason.CANCELLED, "", driver.now)
+    driver.add("a", 4, max_tokens=2)
+    driver.run()
+    assert not [event for event in driver.events if isinstance(event, PromptLogprobs)]
+    assert [event.error for event in driver.events if isinstance(event, RequestDone)] == [FailReason.CANCELLED, None]

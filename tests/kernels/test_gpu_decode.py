@@ -207,8 +207,8 @@ def test_norm_qkv_rope_store(
 
 
 @pytest.mark.parametrize(("rows", "inner"), [(64, 128), (37, 100), (1, 19), (130, 1000)])
-@pytest.mark.parametrize("bias", [True, False])
-def test_gemv_add(rows: int, inner: int, bias: bool, dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize(("bias", "ahead"), [(True, 1), (False, 3), (True, 9)])
+def test_gemv_add(rows: int, inner: int, bias: bool, ahead: int, dtype: torch.dtype, device: str) -> None:
     a = random(inner, dtype=dtype, device=device)
     padded = poisoned(rows + 3, inner + 5, dtype=dtype, device=device)
     padded[:rows, :inner] = random(rows, inner, dtype=dtype, device=device, seed=1, scale=inner**-0.5)
@@ -217,7 +217,7 @@ def test_gemv_add(rows: int, inner: int, bias: bool, dtype: torch.dtype, device:
     x = torch.full((rows + 4,), 7.0, device=device)
     x[:rows] = random(rows, dtype=torch.float32, device=device, seed=3)
     exact = x[:rows].double() + weight.double() @ a.double() + (bias_O.double() if bias_O is not None else 0)
-    gemv.gemv_add(a, weight, bias_O, x[:rows], GemvTile(4, 64, 4))
+    gemv.gemv_add(a, weight, bias_O, x[:rows], GemvTile(4, 64, 4, ahead))
     assert_close(x[:rows], exact, torch.float32 if dtype == torch.float32 else dtype)
     assert (x[rows:] == 7).all()
 
@@ -230,7 +230,7 @@ def test_norm_gate_up_silu(rows: int, hidden: int, bias: bool, dtype: torch.dtyp
     weight = random(2 * rows, hidden, dtype=dtype, device=device, seed=2, scale=hidden**-0.5)
     bias_2I = random(2 * rows, dtype=dtype, device=device, seed=3) if bias else None
     out = torch.full((rows + 4,), 7.0, dtype=dtype, device=device)
-    gemv.norm_gate_up_silu(x, norm, 1e-5, weight, bias_2I, out[:rows], GemvTile(4, 64, 4))
+    gemv.norm_gate_up_silu(x, norm, 1e-5, weight, bias_2I, out[:rows], GemvTile(4, 64, 4, 2 if bias else 9))
     both = weight.double() @ rmsnorm(x.double(), norm.double(), 1e-5)
     gate, up = (both + (bias_2I.double() if bias_2I is not None else 0)).chunk(2)
     assert_close(out[:rows], torch.nn.functional.silu(gate) * up, dtype)
@@ -261,7 +261,7 @@ def test_skinny_gemm(
     weight = random(rows, inner, dtype=dtype, device=device, seed=1, scale=inner**-0.5)
     bias_O = random(rows, dtype=dtype, device=device, seed=2) if bias else None
     out = torch.full((splits, tokens + 2, rows), 7.0, device=device)
-    tile = SkinnyTile(64, 32, splits, 2)
+    tile = SkinnyTile(64, 32, splits, 2, ahead=3 if bias else 1)
     skinny_gemm.skinny_gemm(a, weight, bias_O, out[:, :tokens], tile)
     exact = a.double() @ weight.double().T + (bias_O.double() if bias_O is not None else 0)
     assert_close(out[:, :tokens].double().sum(0), exact, torch.float32)
@@ -300,7 +300,7 @@ def test_skinny_gate_up_silu(
     weight = random(2 * rows, hidden, dtype=dtype, device=device, seed=1, scale=hidden**-0.5)
     bias_2I = random(2 * rows, dtype=dtype, device=device, seed=2) if bias else None
     out = torch.full((tokens + 2, rows + 3), 7.0, dtype=dtype, device=device)
-    tile = SkinnyTile(32, 32, 1, 2)
+    tile = SkinnyTile(32, 32, 1, 2, ahead=2 if bias else 1)
     options: dict[str, Any] = {"norm_H": norm, "eps": 1e-5} if normed else {}
     skinny_gemm.skinny_gate_up_silu(a, weight, bias_2I, out[:tokens, :rows], tile, **options)
     inputs = rmsnorm(a.double(), norm.double(), 1e-5) if normed else a.double()
