@@ -318,18 +318,32 @@ def test_flush_frees_what_is_only_cached_at_once_and_the_rest_with_its_holders()
     assert story.cache.flush() == 0
 
 
-def test_what_is_inserted_after_a_flush_is_known_and_counts_once() -> None:
+def test_who_holds_what_is_forgotten_inserts_nothing_more() -> None:
+    """Another output has the same blocks: known again, they would count as cached when the first one has left."""
     story = Story()
     kv, held = story.run(tokens(1, 2))
+    twin = kv.fork(), story.cache.fork(held)
+    story.running.append(twin)
     story.cache.flush()
     kv.prepare_write(12, 8)
-    story.cache.insert(held, R, token_bytes(tokens(1, 2, 3)), kv.blocks)
+    assert story.cache.insert(held, R, token_bytes(tokens(1, 2, 3)), kv.blocks) is held
     story.check()
-    assert (story.cache.num_blocks, story.cache.num_cached_blocks) == (3, 0)
     story.leave((kv, held))
-    assert (story.known(tokens(1, 2, 3)), story.cache.num_cached_blocks) == (3, 3)
-    assert story.cache.evict(3)
-    assert story.manager.num_free == 16
+    assert (story.cache.num_blocks, story.manager.num_free) == (0, 14)
+    story.keep(tokens(1, 2, 3))
+    story.leave(twin)
+    assert (story.cache.num_blocks, story.manager.num_free) == (3, 13)
+
+
+def test_what_is_inserted_after_a_flush_by_who_held_nothing_is_known() -> None:
+    story = Story()
+    kv = PagedKVCache(story.manager)
+    kv.prepare_write(8, 0)
+    story.cache.flush()
+    held = story.cache.insert(None, R, token_bytes(tokens(1, 2)), kv.blocks)
+    story.running.append((kv, held))
+    story.leave((kv, held))
+    assert story.known(tokens(1, 2)) == 2
 
 
 # -- the checks themselves, and time --------------------------------------------------------------------------------

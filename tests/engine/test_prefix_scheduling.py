@@ -486,7 +486,9 @@ def test_flush_forgets_all_and_running_requests_go_on(depth: int) -> None:
     driver.ask("c", A[:16], max_tokens=1)
     driver.run()
     assert cached(driver, "c") == 0
-    assert driver.known(A[:8] + B[:5] + answer(request)) == 20, "it grew by whole blocks since"
+    assert driver.known(A[:8] + B[:5] + answer(request)) == 8, "by c: nothing more becomes known of b"
+    driver.finish("d", A[:8] + B[:5])
+    assert driver.known(A[:8] + B[:5]) == 12
 
 
 def test_what_was_held_at_a_flush_is_freed_at_its_end() -> None:
@@ -500,14 +502,29 @@ def test_what_was_held_at_a_flush_is_freed_at_its_end() -> None:
     assert driver.manager.num_free == driver.manager.num_blocks
 
 
-def test_after_a_flush_no_block_counts_twice() -> None:
-    driver = PrefixDriver(num_blocks=10, token=own_token)
-    driver.ask("a", A[:16], max_tokens=16)
+@pytest.mark.parametrize("n", [1, 2])
+def test_after_a_flush_no_block_counts_as_cached_that_somebody_has(n: int) -> None:
+    """The first output ends long before the second one, or before a request that shared its prompt."""
+    ends = {("a", 0): 20, ("c", 0): 30}
+    driver = PrefixDriver(
+        num_blocks=14, token=lambda request_id, output, at: EOS if ends.get((request_id, output)) == at else 7
+    )
+    driver.finish("first", A[:16])
+    driver.ask("a", A[:16], max_tokens=14, n=n)
+    driver.ask("c", A[:16], max_tokens=16)
     driver.step()
     driver.cache.flush()
-    for _ in range(6):
+    while len(driver.plans) < 8:
         driver.step()
-    driver.ask("b", B[:22], max_tokens=2)
+    driver.ask("b", B[:36], max_tokens=2)
     driver.run()
     assert all(event.error is None for event in driver.events if isinstance(event, RequestDone))
-    assert sum(isinstance(event, TokenOutput) for event in driver.events) == 18
+
+
+def test_who_had_nothing_known_at_a_flush_makes_it_known_afterwards() -> None:
+    driver = PrefixDriver(depth=2, token=own_token)
+    driver.ask("a", A[:16], max_tokens=3, n=2)
+    driver.step()
+    driver.cache.flush()
+    driver.run()
+    assert driver.known(A[:16]) == 16
