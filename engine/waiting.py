@@ -6,8 +6,12 @@ from collections import defaultdict
 from engine.request import Output, State
 
 
+# So many pushes between two sweeps: what ended below the heads does not pile up.
+SWEEP_EVERY = 1024
+
+
 class WaitingQueue:
-    """Outputs waiting for a seat. An output that left WAITING is skipped when it comes up (lazy deletion)."""
+    """Outputs waiting for a seat. An output that left WAITING is skipped when it comes up, or swept out later."""
 
     def __init__(self) -> None:
         self._heaps: dict[int, dict[str, list[tuple[int, int, int, Output]]]] = defaultdict(dict)
@@ -16,6 +20,8 @@ class WaitingQueue:
     def push(self, output: Output) -> None:
         """Add an output; among its tenant and priority it stands by its request's arrival."""
         self._pushes += 1
+        if self._pushes % SWEEP_EVERY == 0:
+            self._sweep()
         request = output.request
         heap = self._heaps[request.priority].setdefault(request.tenant, [])
         heapq.heappush(heap, (request.number, output.index, self._pushes, output))
@@ -34,6 +40,13 @@ class WaitingQueue:
         assert output is not None, "pop from an empty queue"
         heapq.heappop(self._heaps[output.request.priority][output.request.tenant])
         return output
+
+    def _sweep(self) -> None:
+        for priority in list(self._heaps):
+            for tenant, heap in self._heaps[priority].items():
+                self._heaps[priority][tenant] = [entry for entry in heap if entry[-1].state is State.WAITING]
+                heapq.heapify(self._heaps[priority][tenant])
+            self._live_heaps(priority)
 
     @staticmethod
     def _rank(entry: tuple[int, int, int, Output]) -> tuple[int, int, int]:

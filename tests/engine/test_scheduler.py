@@ -5,6 +5,7 @@ import pytest
 from engine.outputs import FailReason, FinishReason, OutputFinished, PromptLogprobs, RequestDone, Started, TokenOutput
 from engine.plan import PlanRow, StepPlan
 from engine.sampling_params import SamplingParams
+from engine.waiting import SWEEP_EVERY
 from tests.engine.driver import EOS, Driver, random_token
 
 
@@ -407,3 +408,19 @@ def test_what_is_in_flight_for_an_old_request_does_not_meet_a_new_one_of_its_id(
     driver.run()
     assert not [event for event in driver.events if isinstance(event, PromptLogprobs)]
     assert [event.error for event in driver.events if isinstance(event, RequestDone)] == [FailReason.CANCELLED, None]
+
+
+def test_cancelled_requests_of_low_priority_do_not_pile_up() -> None:
+    """They stand behind others that never let them come up."""
+    driver = Driver(max_num_seqs=1)
+    driver.add("runs", 4, max_tokens=1000, priority=1)
+    driver.step()
+    driver.add("waits", 4, priority=1)
+    for number in range(3000):
+        low = driver.add(str(number), 4, priority=0)
+        driver.life.fail(low, FailReason.CANCELLED, "", driver.now)
+    heaps = driver.scheduler.waiting._heaps
+    assert sum(len(heap) for tenants in heaps.values() for heap in tenants.values()) <= SWEEP_EVERY + 1
+    waiting = driver.scheduler.waiting.peek()
+    assert waiting is not None
+    assert waiting.request.id == "waits"
