@@ -5,7 +5,6 @@ from collections import defaultdict
 
 from engine.request import Output, State
 
-
 # So many pushes between two sweeps: what ended below the heads does not pile up.
 SWEEP_EVERY = 1024
 
