@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.outputs import FailReason, RequestDone, Started, TokenOutput
+from engine.outputs import FailReason, RequestDone, Started
 from engine.plan import StepPlan
 from engine.request import Request
 from tests.engine.driver import EOS
