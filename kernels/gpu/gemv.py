@@ -123,6 +123,34 @@ def _inputs(x, k0, K: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
+def _normed_products(
+    x, norm, w_a, w_b, r_ok, eps,
+    H: tl.constexpr, BK: tl.constexpr, AHEAD: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Two products of RMSNorm(x), with the rows at ``w_a`` and at ``w_b``: [ROWS] each. The wait for x is in here."""
+    a, b, gamma = (), (), ()
+    for j in tl.static_range(AHEAD):
+        a += (_weights(w_a, r_ok, j * BK, H, BK, EVEN),)
+        b += (_weights(w_b, r_ok, j * BK, H, BK, EVEN),)
+        gamma += (_inputs(norm, j * BK, H, BK),)
+    wait_for_earlier_kernels(PDL)
+    acc_a, acc_b = tl.zeros((ROWS, BK), tl.float32), tl.zeros((ROWS, BK), tl.float32)
+    squares = tl.zeros((BK,), tl.float32)
+    for j in tl.static_range(tl.cdiv(H, BK)):
+        if (j + AHEAD) * BK < H:
+            a += (_weights(w_a, r_ok, (j + AHEAD) * BK, H, BK, EVEN),)
+            b += (_weights(w_b, r_ok, (j + AHEAD) * BK, H, BK, EVEN),)
+            gamma += (_inputs(norm, (j + AHEAD) * BK, H, BK),)
+        xv = _inputs(x, j * BK, H, BK)
+        squares += xv * xv
+        xg = (xv * gamma[j])[None, :]
+        acc_a += a[j].to(tl.float32) * xg
+        acc_b += b[j].to(tl.float32) * xg
+    rstd = tl.rsqrt(tl.sum(squares, 0) / H + eps)
+    return tl.sum(acc_a, 1) * rstd, tl.sum(acc_b, 1) * rstd
+
+
+@triton.jit
 def _norm_qkv_rope_store(
     x, norm, w, bias, cos_sin, q_out, k_cache, v_cache, slot_p, eps, stride_w,
     stride_kb, stride_kp, stride_kh, stride_vb, stride_vp, stride_vh,
@@ -138,29 +166,9 @@ def _norm_qkv_rope_store(
     k = tl.arange(0, BK)
     w_low = w + low.to(tl.int64)[:, None] * stride_w + k[None, :]
     w_high = w + high.to(tl.int64)[:, None] * stride_w + k[None, :]
-    r_ok = i < HALF
-    a, b, gamma = (), (), ()
-    for j in tl.static_range(AHEAD):
-        a += (_weights(w_low, r_ok, j * BK, H, BK, True),)
-        b += (_weights(w_high, r_ok, j * BK, H, BK, True),)
-        gamma += (_inputs(norm, j * BK, H, BK),)
     if HAS_BIAS:
         bias_low, bias_high = tl.load(bias + low).to(tl.float32), tl.load(bias + high).to(tl.float32)
-    wait_for_earlier_kernels(PDL)
-    acc_a, acc_b = tl.zeros((PAIRS, BK), tl.float32), tl.zeros((PAIRS, BK), tl.float32)
-    squares = tl.zeros((BK,), tl.float32)
-    for j in tl.static_range(tl.cdiv(H, BK)):
-        if (j + AHEAD) * BK < H:
-            a += (_weights(w_low, r_ok, (j + AHEAD) * BK, H, BK, True),)
-            b += (_weights(w_high, r_ok, (j + AHEAD) * BK, H, BK, True),)
-            gamma += (_inputs(norm, (j + AHEAD) * BK, H, BK),)
-        xv = _inputs(x, j * BK, H, BK)
-        squares += xv * xv
-        xg = (xv * gamma[j])[None, :]
-        acc_a += a[j].to(tl.float32) * xg
-        acc_b += b[j].to(tl.float32) * xg
-    rstd = tl.rsqrt(tl.sum(squares, 0) / H + eps)
-    ya, yb = tl.sum(acc_a, 1) * rstd, tl.sum(acc_b, 1) * rstd
+    ya, yb = _normed_products(x, norm, w_low, w_high, i < HALF, eps, H, BK, AHEAD, PAIRS, True, PDL)
     if HAS_BIAS:
         ya, yb = ya + bias_low, yb + bias_high
     if head < N + K:
@@ -223,29 +231,10 @@ def _norm_gate_up_silu(
     k = tl.arange(0, BK)
     w_gate = w + r.to(tl.int64)[:, None] * stride_w + k[None, :]
     w_up = w + (r + num_rows).to(tl.int64)[:, None] * stride_w + k[None, :]
-    g, u, gamma = (), (), ()
-    for j in tl.static_range(AHEAD):
-        g += (_weights(w_gate, r_ok, j * BK, H, BK, EVEN),)
-        u += (_weights(w_up, r_ok, j * BK, H, BK, EVEN),)
-        gamma += (_inputs(norm, j * BK, H, BK),)
     if HAS_BIAS:
         bias_gate = tl.load(bias + r, mask=r_ok, other=0.0).to(tl.float32)
         bias_up = tl.load(bias + num_rows + r, mask=r_ok, other=0.0).to(tl.float32)
-    wait_for_earlier_kernels(PDL)
-    acc_g, acc_u = tl.zeros((ROWS, BK), tl.float32), tl.zeros((ROWS, BK), tl.float32)
-    squares = tl.zeros((BK,), tl.float32)
-    for j in tl.static_range(tl.cdiv(H, BK)):
-        if (j + AHEAD) * BK < H:
-            g += (_weights(w_gate, r_ok, (j + AHEAD) * BK, H, BK, EVEN),)
-            u += (_weights(w_up, r_ok, (j + AHEAD) * BK, H, BK, EVEN),)
-            gamma += (_inputs(norm, (j + AHEAD) * BK, H, BK),)
-        xv = _inputs(x, j * BK, H, BK)
-        squares += xv * xv
-        xg = (xv * gamma[j])[None, :]
-        acc_g += g[j].to(tl.float32) * xg
-        acc_u += u[j].to(tl.float32) * xg
-    rstd = tl.rsqrt(tl.sum(squares, 0) / H + eps)
-    gate, up = tl.sum(acc_g, 1) * rstd, tl.sum(acc_u, 1) * rstd
+    gate, up = _normed_products(x, norm, w_gate, w_up, r_ok, eps, H, BK, AHEAD, ROWS, EVEN, PDL)
     if HAS_BIAS:
         gate, up = gate + bias_gate, up + bias_up
     tl.store(out + r, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=r_ok)
