@@ -75,6 +75,7 @@ def load_message(load: EngineLoad, rates: Rates) -> pb.GetLoadResponse:
         prefilling_requests=load.prefilling_requests,
         decoding_requests=load.decoding_requests,
         kv_blocks_used=load.kv_blocks_used,
+        kv_blocks_reusable=load.kv_blocks_cached,
         kv_blocks_total=load.kv_blocks_total,
         prompt_tokens_per_second=rates.prompt,
         generated_tokens_per_second=rates.generated,

@@ -127,6 +127,13 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
 
         return await self._answer(request, context, "CancelRequests", body)
 
+    async def FlushCache(self, request: pb.FlushCacheRequest, context: Context) -> pb.FlushCacheResponse:
+        async def body() -> pb.FlushCacheResponse:
+            flushed = await self._from_engine(self._runtime.engine.flush_cache)
+            return pb.FlushCacheResponse(kv_blocks_freed=flushed.freed, kv_blocks_held=flushed.held)
+
+        return await self._answer(request, context, "FlushCache", body)
+
     async def SetLogLevel(self, request: pb.SetLogLevelRequest, context: Context) -> pb.SetLogLevelResponse:
         async def body() -> pb.SetLogLevelResponse:
             found: list[tuple[str, str]] = []
@@ -168,22 +175,18 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self._peers.set_level(logger, level)
 
     async def _load(self) -> EngineLoad:
-        self._require_model()
-        try:
-            return await self._runtime.engine.load()
-        except (TimeoutError, ConnectionError) as error:
-            raise _silent_engine() from error
+        return await self._from_engine(self._runtime.engine.load)
 
     async def _known_requests(self) -> RequestList:
-        self._require_model()
-        try:
-            return await self._runtime.engine.list_requests()
-        except (TimeoutError, ConnectionError) as error:
-            raise _silent_engine() from error
+        return await self._from_engine(self._runtime.engine.list_requests)
 
-    def _require_model(self) -> None:
-        """Raises `ServiceError` while the engine is loading: it answers nothing then."""
+    async def _from_engine(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """Raises `ServiceError` when it does not answer, as while it is loading."""
         _ = self._runtime.model
+        try:
+            return await ask()
+        except (TimeoutError, ConnectionError) as error:
+            raise ServiceError(Reason.WORKER_LOST, "the engine process does not answer") from error
 
     async def _answer(self, request: Message, context: Context, method: str, body: Callable[[], Awaitable[T]]) -> T:
         async def checked() -> T:
@@ -207,10 +210,6 @@ def _asked_ids(request: pb.CancelRequestsRequest) -> list[str] | None:
 def _refuse(found: list[tuple[str, str]]) -> None:
     if found:
         raise field_errors(found)
-
-
-def _silent_engine() -> ServiceError:
-    return ServiceError(Reason.WORKER_LOST, "the engine process does not answer")
 
 
 def _drain_seconds(

@@ -85,6 +85,8 @@ class EngineClient:
         deadline: float,
         queue_deadline: float | None,
         max_duration: float | None,
+        cache_salt: str,
+        bypass_prefix_cache: bool,
         takeover: bool,
     ) -> int:
         """Starts a request; returns its serial. With ``takeover`` one that holds its id, on any front, is cancelled."""
@@ -107,6 +109,8 @@ class EngineClient:
                 queue_deadline=queue_deadline,
                 max_duration=max_duration,
                 takeover=takeover,
+                cache_salt=cache_salt,
+                bypass_prefix_cache=bypass_prefix_cache,
             )
         )
         return serial
@@ -124,23 +128,29 @@ class EngineClient:
 
     async def load(self) -> EngineLoad:
         """The load of now. Raises TimeoutError when the engine does not answer, ConnectionError when it is gone."""
-        reply = await self._query("load")
+        reply = await self._ask(lambda call: wire.Query(call, "load"))
         assert isinstance(reply, wire.LoadReport)
         return reply.load
 
     async def list_requests(self) -> wire.RequestList:
         """As `load`."""
-        reply = await self._query("requests")
+        reply = await self._ask(lambda call: wire.Query(call, "requests"))
         assert isinstance(reply, wire.RequestList)
         return reply
 
-    async def _query(self, what: str) -> wire.Notice:
+    async def flush_cache(self) -> wire.CacheFlushed:
+        """As `load`. Without an answer it may have happened or not; asking again does no harm."""
+        reply = await self._ask(wire.FlushCache)
+        assert isinstance(reply, wire.CacheFlushed)
+        return reply
+
+    async def _ask(self, question: Callable[[int], wire.Command]) -> wire.Notice:
         if self.lost or self._writer is None:
             raise ConnectionError("the engine process is gone")
         call = next(self._call_numbers)
         reply = self._calls[call] = asyncio.get_running_loop().create_future()
         try:
-            self._send(wire.Query(call, what))
+            self._send(question(call))
             async with asyncio.timeout(QUERY_TIMEOUT):
                 return await reply
         finally:
@@ -180,7 +190,7 @@ class EngineClient:
             case wire.Refused(serial, error, arguments):
                 if (receiver := self._receivers.pop(serial, None)) is not None:
                     receiver.on_refused(_refusal(error, arguments))
-            case wire.LoadReport(call) | wire.RequestList(call):
+            case wire.LoadReport(call) | wire.RequestList(call) | wire.CacheFlushed(call):
                 if (reply := self._calls.get(call)) is not None and not reply.done():
                     reply.set_result(notice)
 

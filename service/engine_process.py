@@ -42,6 +42,7 @@ class EngineLike(Protocol):
     def add(
         self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, *, priority: int, tenant: str,
         arrival: float | None, deadline: float | None, queue_deadline: float | None, max_duration: float | None,
+        cache_salt: str, bypass_prefix_cache: bool,
     ) -> None: ...
     def cancel(self, request_id: str, message: str = "") -> bool: ...
     def finish_output(self, request_id: str, output_index: int, token_count: int) -> None: ...
@@ -49,6 +50,7 @@ class EngineLike(Protocol):
     def has_work(self) -> bool: ...
     def next_deadline(self) -> float | None: ...
     def load(self) -> EngineLoad: ...
+    def flush_cache(self) -> int: ...
     def list_requests(self) -> list[RequestSummary]: ...
     def close(self) -> None: ...
 
@@ -107,12 +109,12 @@ class EngineServer:
         self._undecided: list[tuple[FrontPort, wire.Submit]] = []  # their ids are held by others
 
     def warm_up(self) -> None:
-        """One small request through the whole engine, before anybody is served."""
+        """One small request through the whole engine, before anybody is served. The prefix cache sees nothing of it."""
         self._notify_all(wire.Loading("warming up"))
         params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
         self._engine.add(
             "warm-up", [0, 0, 0, 0], params, priority=0, tenant="", arrival=None, deadline=None, queue_deadline=None,
-            max_duration=None,
+            max_duration=None, cache_salt="", bypass_prefix_cache=True,
         )
         done: RequestDone | None = None
         while self._engine.has_work():
@@ -202,6 +204,11 @@ class EngineServer:
                     self._engine.finish_output(route.engine_id, index, count)
             case wire.Query():
                 self._answer(front, command)
+            case wire.FlushCache(call):
+                freed = self._engine.flush_cache()
+                held = self._engine.load().kv_blocks_used
+                log.info("prefix cache flushed: %d KV blocks freed, %d held by live requests", freed, held)
+                front.outbox.notify(wire.CacheFlushed(call, freed, held))
             case wire.SetLevel(logger, level):
                 logging.getLogger(logger).setLevel(level)
 
@@ -221,7 +228,8 @@ class EngineServer:
             self._engine.add(
                 submit.engine_id, prompt.tolist(), submit.params, priority=submit.priority, tenant=submit.tenant,
                 arrival=submit.arrival, deadline=submit.deadline, queue_deadline=submit.queue_deadline,
-                max_duration=submit.max_duration,
+                max_duration=submit.max_duration, cache_salt=submit.cache_salt,
+                bypass_prefix_cache=submit.bypass_prefix_cache,
             )
         except EngineError as error:
             front.outbox.notify(wire.Refused(submit.serial, type(error).__name__, _arguments(error)))

@@ -86,6 +86,8 @@ class LiveRequest:
             deadline=deadline,
             queue_deadline=None if wait is None else self.arrival + wait,
             max_duration=generation.max_duration,
+            cache_salt=generation.cache_salt,
+            bypass_prefix_cache=generation.bypass_prefix_cache,
             takeover=self.takeover,
         )
 

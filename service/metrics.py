@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 
 from engine.outputs import EngineLoad
+from engine.prefix_cache import PrefixCacheStats
 from service.errors import ServiceError
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
@@ -125,16 +126,24 @@ def _family(lines: list[str], name: str, kind: str, text: str) -> None:
 def _engine_values(load: EngineLoad | None) -> list[tuple[str, str, float, str]]:
     if load is None:
         return []
+    cache = load.prefix_cache or PrefixCacheStats()  # switched off it counts nothing
     return [
         ("queued_requests", "gauge", load.queued_requests, "Requests that wait in the engine."),
         ("queued_prompt_tokens", "gauge", load.queued_prompt_tokens, "Prompt tokens of these."),
         ("prefilling_requests", "gauge", load.prefilling_requests, "Requests whose prompt is being computed."),
         ("decoding_requests", "gauge", load.decoding_requests, "Requests that generate."),
         ("kv_blocks_used", "gauge", load.kv_blocks_used, "KV blocks that requests hold."),
+        ("kv_blocks_cached", "gauge", load.kv_blocks_cached, "KV blocks that no request holds, kept for reuse."),
         ("kv_blocks", "gauge", load.kv_blocks_total, "All KV blocks."),
         ("steps_total", "counter", load.steps, "Engine steps."),
         ("prompt_tokens_computed_total", "counter", load.prompt_tokens_computed, "Prompt tokens computed."),
         ("tokens_generated_total", "counter", load.tokens_generated, "Tokens generated."),
         ("tokens_discarded_total", "counter", load.tokens_discarded, "Tokens computed past a stop and dropped."),
         ("preemptions_total", "counter", load.preemptions, "Requests that lost their memory to others."),
+        ("prefix_cache_lookups_total", "counter", cache.lookups, "Requests scheduled that may use the prefix cache."),
+        ("prefix_cache_hits_total", "counter", cache.hits, "Those of them that reused something."),
+        ("prefix_cache_looked_up_tokens_total", "counter", cache.looked_up_tokens, "Prompt tokens of the lookups."),
+        ("prefix_cache_hit_tokens_total", "counter", cache.hit_tokens, "Prompt tokens that were reused."),
+        ("prefix_cache_copies_total", "counter", cache.copies, "Partly equal KV blocks that were copied."),
+        ("prefix_cache_evicted_blocks_total", "counter", cache.evicted_blocks, "Cached KV blocks that made room."),
     ]

@@ -33,7 +33,9 @@ def model_info_message(model: ServedModel, tokenizer: Tokenizer, options: ServeO
             max_request_bytes=MAX_REQUEST_BYTES,
             max_request_duration=duration(MAX_REQUEST_SECONDS),
         ),
-        features=pb.ModelFeatures(chat=tokenizer.chat_template is not None, constraint=False, prefix_cache=False),
+        features=pb.ModelFeatures(
+            chat=tokenizer.chat_template is not None, constraint=False, prefix_cache=options.engine.prefix_cache
+        ),
         default_sampling=_sampling(model),
         deterministic=False,
     )

@@ -115,6 +115,10 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--num-gpu-blocks", type=int, metavar="N", help="size of the KV pool; unset = from free memory")
     add("--gpu-memory-utilization", type=float, metavar="X", help="share of the card on cuda; unset = 0.9")
     add("--cpu-kv-bytes", type=int, metavar="BYTES", help="size of the KV pool on cpu; unset = 1 GiB")
+    add(
+        "--prefix-cache", action=argparse.BooleanOptionalAction, default=_DEFAULTS.prefix_cache,
+        help="keep what was computed for requests that begin alike",
+    )
     add("--max-model-len", type=int, metavar="TOKENS", help="context; unset = the model's own")
     add("--max-num-seqs", type=int, default=_DEFAULTS.max_num_seqs, metavar="N", help="outputs in one batch")
     add("--max-num-batched-tokens", type=int, default=_DEFAULTS.max_num_batched_tokens, metavar="N", help="in one step")
@@ -144,6 +148,7 @@ def engine_config(arguments: argparse.Namespace, directory: str) -> EngineConfig
         max_queued_requests=arguments.max_queued_requests,
         max_queued_tokens=arguments.max_queued_tokens,
         show_progress=True,
+        prefix_cache=arguments.prefix_cache,
         random_weights=arguments.random_weights,
         enforce_eager=arguments.enforce_eager,
     )

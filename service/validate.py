@@ -50,6 +50,7 @@ class Generation:
     """A checked request: what the engine gets (``params``), and what the front needs to make text of it.
 
     ``queue_timeout`` and ``max_duration`` in seconds. ``flush_tokens`` and ``max_flush_interval`` belong to streams.
+    ``cache_salt`` and ``bypass_prefix_cache`` go to the engine; without a prefix cache both hold by themselves.
     """
 
     prompt: Prompt
@@ -63,6 +64,8 @@ class Generation:
     priority: int
     queue_timeout: float | None
     max_duration: float | None
+    cache_salt: str = ""
+    bypass_prefix_cache: bool = False
     flush_tokens: int = 1
     max_flush_interval: float | None = None
     path_of: dict[str, str] = field(default_factory=dict)
@@ -162,6 +165,8 @@ def _check_spec(spec: pb.GenerationSpec, info: ServedModel, model: str, found: V
         priority=spec.priority,
         queue_timeout=queue_timeout,
         max_duration=max_duration,
+        cache_salt=spec.cache.cache_salt,
+        bypass_prefix_cache=spec.cache.bypass_prefix_cache,
         path_of={**_PATH_OF, "prompt_token_ids": f"spec.{FIELD_OF_PROMPT[type(prompt)]}", "chat": "spec.chat"},
     )
 

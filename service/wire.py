@@ -52,6 +52,8 @@ class Submit:
     queue_deadline: float | None
     max_duration: float | None
     takeover: bool = False
+    cache_salt: str = ""
+    bypass_prefix_cache: bool = False
 
     @property
     def engine_id(self) -> str:
@@ -86,7 +88,14 @@ class SetLevel:
     level: int
 
 
-Command = Submit | Cancel | FinishOutput | Query | SetLevel
+@dataclass(frozen=True, slots=True)
+class FlushCache:
+    """Forget all cached prefixes; the reply, `CacheFlushed`, carries ``call``."""
+
+    call: int
+
+
+Command = Submit | Cancel | FinishOutput | Query | FlushCache | SetLevel
 
 
 # ---- engine to front
@@ -130,6 +139,15 @@ class RequestList:
     requests: tuple[RequestSummary, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class CacheFlushed:
+    """KV blocks that are free now and were not; blocks that live requests hold."""
+
+    call: int
+    freed: int
+    held: int
+
+
 @dataclass(slots=True)
 class Update:
     """What became known of one request, in the order: started, prompt logprobs, tokens, ends, done.
@@ -158,7 +176,7 @@ class Record:
     notices: list["Notice"] = field(default_factory=list)
 
 
-Notice = Loading | Ready | Refused | LoadReport | RequestList
+Notice = Loading | Ready | Refused | LoadReport | RequestList | CacheFlushed
 
 
 def pack_command(command: Command) -> bytes:

@@ -1,13 +1,14 @@
 """FakeEngine: the engine's interface with made-up tokens, for fast tests of everything around it.
 
 Output token i is the prompt's token i (cyclic), so a test writes the text it wants to see generated. EOS, stop ids,
-limits, seats, deadlines and cancels are real. Some prompt tokens do harm, see `NAN_TOKEN` and so on.
+limits, seats, deadlines and cancels are real. Some prompt tokens do harm, see `NAN_TOKEN` and so on. Of prompts that
+have ended whole blocks are remembered, without bound, and found again: that is told, but saves nothing.
 """
 
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.config import EngineConfig
 from engine.errors import DuplicateRequest, ModelError, Overloaded
@@ -28,6 +29,7 @@ from engine.outputs import (
     TokenOutput,
     Usage,
 )
+from engine.prefix_cache import PrefixCacheStats
 from engine.sampling_params import SamplingParams
 from service.served_model import ServedModel
 
@@ -51,6 +53,9 @@ class _Fake:
     deadline: float
     queue_deadline: float
     stop_time: float
+    cache_salt: str
+    bypass_prefix_cache: bool
+    cached: int = 0
     started: float | None = None
     first_token: float | None = None
     computed: int = 0
@@ -71,6 +76,8 @@ class FakeEngine:
         self._live: dict[str, _Fake] = {}
         self._events: list[Event] = []
         self.num_steps = 0
+        self._known: set[int] = set()  # by `_blocks_of`
+        self._cache_stats = PrefixCacheStats()
         self._generated = self._computed = 0
         self.info = ServedModel(
             architecture="FakeForCausalLM", fingerprint="fake", dtype="float32", device="cpu",
@@ -82,6 +89,7 @@ class FakeEngine:
         self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, *, priority: int = 0,
         tenant: str = "", arrival: float | None = None, deadline: float | None = None,
         queue_deadline: float | None = None, max_duration: float | None = None,
+        cache_salt: str = "", bypass_prefix_cache: bool = False,
     ) -> None:
         limits = self.info.limits
         params.check(limits.vocab_size)
@@ -95,6 +103,7 @@ class FakeEngine:
             request_id, list(prompt_token_ids), params, max_tokens, priority, tenant, now,
             deadline=deadline or math.inf, queue_deadline=queue_deadline or math.inf,
             stop_time=math.inf if max_duration is None else now + max_duration,
+            cache_salt=cache_salt, bypass_prefix_cache=bypass_prefix_cache or not self._config.prefix_cache,
             counts=[0] * params.n, ended=[False] * params.n,
         )
 
@@ -142,8 +151,14 @@ class FakeEngine:
             kv_blocks_total=limits.num_blocks,
             oldest_queued_age=max((time.monotonic() - fake.arrival for fake in queued), default=0.0),
             steps=self.num_steps, last_step_time=time.monotonic(), prompt_tokens_computed=self._computed,
-            tokens_generated=self._generated, tokens_discarded=0, preemptions=0,
+            tokens_generated=self._generated, tokens_discarded=0, preemptions=0, kv_blocks_cached=len(self._known),
+            prefix_cache=replace(self._cache_stats) if self._config.prefix_cache else None,
         )
+
+    def flush_cache(self) -> int:
+        freed = len(self._known)
+        self._known.clear()
+        return freed
 
     def list_requests(self) -> list[RequestSummary]:
         return [
@@ -164,7 +179,28 @@ class FakeEngine:
                 seats -= fake.params.n
                 fake.started = time.monotonic()
                 seed = fake.params.seed or 0
-                self._events.append(Started(fake.id, fake.started, len(fake.prompt), 0, seed, fake.max_tokens))
+                self._look_up(fake)
+                prompt = len(fake.prompt)
+                self._events.append(Started(fake.id, fake.started, prompt, fake.cached, seed, fake.max_tokens))
+
+    def _look_up(self, fake: _Fake) -> None:
+        if fake.bypass_prefix_cache:
+            return
+        if fake.params.prompt_logprobs is None and fake.max_tokens:
+            found = sum(block in self._known for block in self._blocks_of(fake, len(fake.prompt) - 1))
+            fake.cached = found * self.info.limits.block_size
+        stats = self._cache_stats
+        stats.lookups += 1
+        stats.hits += fake.cached > 0
+        stats.looked_up_tokens += len(fake.prompt)
+        stats.hit_tokens += fake.cached
+
+    def _blocks_of(self, fake: _Fake, num_tokens: int) -> list[int]:
+        """A hash for each whole block within the first tokens, of it and all before it and the salt."""
+        size, chain = self.info.limits.block_size, [hash(fake.cache_salt)]
+        for end in range(size, num_tokens + 1, size):
+            chain.append(hash((chain[-1], *fake.prompt[end - size : end])))
+        return chain[1:]
 
     def _expire(self, now: float) -> None:
         for fake in list(self._live.values()):
@@ -228,7 +264,9 @@ class FakeEngine:
 
     def _done(self, fake: _Fake, error: FailReason | None = None, message: str = "") -> None:
         del self._live[fake.id]
-        usage = Usage(len(fake.prompt), 0, tuple(fake.counts), 0)
+        if not fake.bypass_prefix_cache:
+            self._known.update(self._blocks_of(fake, fake.computed))
+        usage = Usage(len(fake.prompt), fake.cached, tuple(fake.counts), 0)
         timings = Timings(fake.arrival, fake.started, fake.first_token, time.monotonic())
         self._events.append(RequestDone(fake.id, usage, timings, error, message))
 

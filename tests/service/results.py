@@ -47,7 +47,12 @@ def assemble(events: list[pb.StreamResponse]) -> pb.GenerateResponse:
 
 
 def both(stub: Any, request: pb.GenerationSpec) -> pb.GenerateResponse:
-    """The unary result, after asserting that the stream comes to the same."""
+    """The unary result, after asserting that the stream comes to the same.
+
+    Both compute the whole prompt: what is cached changes the shapes and with them the rounding.
+    """
+    request = pb.GenerationSpec.FromString(request.SerializeToString())
+    request.cache.bypass_prefix_cache = True
     unary = generate(stub, request)
     streamed = assemble(list(stream(stub, request)))
     result = pb.GenerateResponse()

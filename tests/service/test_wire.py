@@ -80,7 +80,8 @@ def test_everything_else_survives_packing() -> None:
 def test_commands_come_out_of_any_stream_of_pieces(sizes: list[int]) -> None:
     commands: list[wire.Command] = [
         wire.Submit(1, "a", array("I", range(50)).tobytes(), SamplingParams(), 0, "", 0.0, None, None, None),
-        wire.Cancel(1, "why"), wire.FinishOutput(1, 2, 3), wire.Query(4, "load"), wire.SetLevel("", 10),
+        wire.Cancel(1, "why"), wire.FinishOutput(1, 2, 3), wire.Query(4, "load"), wire.FlushCache(5),
+        wire.SetLevel("", 10),
     ]
     data = b"".join(map(wire.pack_command, commands))
     reader, found = wire.FrameReader(), []

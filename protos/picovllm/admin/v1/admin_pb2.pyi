@@ -276,6 +276,18 @@ class CancelRequestsResponse(_message.Message):
     unknown_ids: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, cancelled_ids: _Optional[_Iterable[str]] = ..., unknown_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class FlushCacheRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FlushCacheResponse(_message.Message):
+    __slots__ = ("kv_blocks_freed", "kv_blocks_held")
+    KV_BLOCKS_FREED_FIELD_NUMBER: _ClassVar[int]
+    KV_BLOCKS_HELD_FIELD_NUMBER: _ClassVar[int]
+    kv_blocks_freed: int
+    kv_blocks_held: int
+    def __init__(self, kv_blocks_freed: _Optional[int] = ..., kv_blocks_held: _Optional[int] = ...) -> None: ...
+
 class SetLogLevelRequest(_message.Message):
     __slots__ = ("logger", "level", "ttl")
     LOGGER_FIELD_NUMBER: _ClassVar[int]

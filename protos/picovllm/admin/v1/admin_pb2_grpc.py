@@ -75,6 +75,11 @@ class AdminServiceStub:
                 request_serializer=protos_dot_picovllm_dot_admin_dot_v1_dot_admin__pb2.CancelRequestsRequest.SerializeToString,
                 response_deserializer=protos_dot_picovllm_dot_admin_dot_v1_dot_admin__pb2.CancelRequestsResponse.FromString,
                 _registered_method=True)
+        self.FlushCache = channel.unary_unary(
+                '/picovllm.admin.v1.AdminService/FlushCache',
+                request_serializer=protos_dot_picovllm_dot_admin_dot_v1_dot_admin__pb2.FlushCacheRequest.SerializeToString,
+                response_deserializer=protos_dot_picovllm_dot_admin_dot_v1_dot_admin__pb2.FlushCacheResponse.FromString,
+                _registered_method=True)
         self.SetLogLevel = channel.unary_unary(
                 '/picovllm.admin.v1.AdminService/SetLogLevel',
                 request_serializer=protos_dot_picovllm_dot_admin_dot_v1_dot_admin__pb2.SetLogLevelRequest.SerializeToString,
@@ -153,6 +158,15 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FlushCache(self, request, context):
+        """Forgets the prefix cache of the instance, for all salts. Cached blocks are free at once, except those that live
+        requests hold. These requests are not disturbed, and what they have computed may be cached again as they go on.
+        Flushing again does no harm; without a prefix cache nothing is freed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SetLogLevel(self, request, context):
         """Sets the level of a logger in the front and engine processes of the instance.
         """
@@ -209,6 +223,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.CancelRequests,
                     request_deserializer=protos_dot_picovllm_dot_admin_dot_v1_dot_admin__pb2.CancelRequestsRequest.FromString,
                     response_serializer=protos_dot_picovllm_dot_admin_dot_v1_dot_admin__pb2.CancelRequestsResponse.SerializeToString,
+            ),
+            'FlushCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.FlushCache,
+                    request_deserializer=protos_dot_picovllm_dot_admin_dot_v1_dot_admin__pb2.FlushCacheRequest.FromString,
+                    response_serializer=protos_dot_picovllm_dot_admin_dot_v1_dot_admin__pb2.FlushCacheResponse.SerializeToString,
             ),
             'SetLogLevel': grpc.unary_unary_rpc_method_handler(
                     servicer.SetLogLevel,
@@ -438,6 +457,33 @@ class AdminService:
             '/picovllm.admin.v1.AdminService/CancelRequests',
             protos_dot_picovllm_dot_admin_dot_v1_dot_admin__pb2.CancelRequestsRequest.SerializeToString,
             protos_dot_picovllm_dot_admin_dot_v1_dot_admin__pb2.CancelRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FlushCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/picovllm.admin.v1.AdminService/FlushCache',
+            protos_dot_picovllm_dot_admin_dot_v1_dot_admin__pb2.FlushCacheRequest.SerializeToString,
+            protos_dot_picovllm_dot_admin_dot_v1_dot_admin__pb2.FlushCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,
