@@ -158,6 +158,10 @@ class AsyncAdminClient(_AsyncClient):
         """Cancel live requests by id; None = all of them."""
         return cast(admin.CancelRequestsResponse, await self._call("CancelRequests", cancel_request(ids), timeout))
 
+    async def flush_cache(self, *, timeout: float | None = None) -> admin.FlushCacheResponse:
+        """Forget all cached prefixes; says how many KV blocks that freed, and how many live requests hold."""
+        return cast(admin.FlushCacheResponse, await self._call("FlushCache", admin.FlushCacheRequest(), timeout))
+
     async def set_log_level(
         self, logger: str, level: admin.LogLevel, *, ttl: Seconds | None = None, timeout: float | None = None
     ) -> admin.LogLevel:

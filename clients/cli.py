@@ -118,6 +118,8 @@ def _add_admin_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     target.add_argument("ids", nargs="*", default=[], metavar="ID", help="their ids")
     target.add_argument("--all", action="store_true", help="every one")
 
+    _add_json(add("flush", commands.flush, "Forget the prefix cache; requests are not disturbed.", server))
+
     drain = add("drain", commands.drain, "Take the server out of service; accepted requests finish.", server)
     drain.add_argument(
         "--lame-duck", type=seconds, metavar="S", help="still accept for S seconds (default: the server's)"

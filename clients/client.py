@@ -153,6 +153,10 @@ class AdminClient(_Client):
         """Cancel live requests by id; None = all of them."""
         return cast(admin.CancelRequestsResponse, self._call("CancelRequests", cancel_request(ids), timeout))
 
+    def flush_cache(self, *, timeout: float | None = None) -> admin.FlushCacheResponse:
+        """Forget all cached prefixes; says how many KV blocks that freed, and how many live requests hold."""
+        return cast(admin.FlushCacheResponse, self._call("FlushCache", admin.FlushCacheRequest(), timeout))
+
     def set_log_level(
         self, logger: str, level: admin.LogLevel, *, ttl: Seconds | None = None, timeout: float | None = None
     ) -> admin.LogLevel:

@@ -117,6 +117,12 @@ def cancel(args: argparse.Namespace) -> None:
         print(f"not alive: {', '.join(found.unknown_ids)}")
 
 
+def flush(args: argparse.Namespace) -> None:
+    with AdminClient(args.admin_address) as client:
+        found = client.flush_cache(timeout=args.deadline)
+    _show(args, found, [f"{found.kv_blocks_freed} KV blocks freed, {found.kv_blocks_held} held by live requests"])
+
+
 def drain(args: argparse.Namespace) -> None:
     with AdminClient(args.admin_address) as client, client.watch(timeout=args.deadline) as events:
         watching = iter(events)

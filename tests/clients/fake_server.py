@@ -94,7 +94,11 @@ class FakeAdmin(AdminServiceServicer):
             yield admin.WatchStatusResponse(status=_status(state))
 
     def GetLoad(self, request: admin.GetLoadRequest, context: grpc.ServicerContext) -> admin.GetLoadResponse:
-        return admin.GetLoadResponse(decoding_requests=3, kv_blocks_used=7, kv_blocks_total=40)
+        return admin.GetLoadResponse(decoding_requests=3, kv_blocks_used=7, kv_blocks_reusable=5, kv_blocks_total=40)
+
+    def FlushCache(self, request: admin.FlushCacheRequest, context: grpc.ServicerContext) -> admin.FlushCacheResponse:
+        self.requests.append(request)
+        return admin.FlushCacheResponse(kv_blocks_freed=5, kv_blocks_held=7)
 
     def Drain(self, request: admin.DrainRequest, context: grpc.ServicerContext) -> admin.DrainResponse:
         self.requests.append(request)

@@ -115,6 +115,7 @@ def test_admin(server: FakeServer) -> None:
             assert (await client.undrain()).state == admin.INSTANCE_STATE_SERVING
             assert (await client.list_requests())[0].request_id == "r1"
             assert (await client.cancel_requests(None)).cancelled_ids == ["r1"]
+            assert (await client.flush_cache()).kv_blocks_freed == 5
             assert await client.set_log_level("", admin.LOG_LEVEL_ERROR) == admin.LOG_LEVEL_INFO
             assert "picovllm_requests" in await client.metrics()
             await client.shutdown(drain_timeout=1)

@@ -88,7 +88,7 @@ def test_status_load_and_requests(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["status", "--watch"]) == 0
     assert capsys.readouterr().out.splitlines() == ["SERVING", "DRAINING", "STOPPED"]
     assert cli.main(["load"]) == 0
-    assert "7 used, 0 reusable, 40 in all" in capsys.readouterr().out
+    assert "7 used, 5 reusable, 40 in all" in capsys.readouterr().out
     assert cli.main(["requests"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "1 live requests"
 
@@ -103,6 +103,14 @@ def test_drain_undrain_and_shutdown(server: FakeServer, capsys: pytest.CaptureFi
     drain, shutdown = server.admin.requests
     assert (drain.HasField("lame_duck"), drain.timeout.seconds) == (True, 2)
     assert shutdown.immediate
+
+
+def test_flush(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["flush"]) == 0
+    assert capsys.readouterr().out == "5 KV blocks freed, 7 held by live requests\n"
+    assert cli.main(["flush", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"kv_blocks_freed": "5", "kv_blocks_held": "7"}
+    assert len(server.admin.requests) == 2
 
 
 def test_cancel(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:

@@ -127,12 +127,13 @@ def test_admin(server: FakeServer) -> None:
         assert client.list_requests()[0].request_id == "r1"
         assert client.cancel_requests(["r1"]).cancelled_ids == ["r1"]
         client.cancel_requests(None)
+        assert (client.flush_cache().kv_blocks_freed, client.flush_cache().kv_blocks_held) == (5, 7)
         assert client.set_log_level("service", admin.LOG_LEVEL_DEBUG, ttl=3) == admin.LOG_LEVEL_INFO
         assert client.metrics().startswith("picovllm_requests")
         client.shutdown(immediate=True)
         with client.watch() as states:
             assert [event.status.state for event in states][-1] == admin.INSTANCE_STATE_STOPPED
-    drain, cancel, cancel_all, level, shutdown = server.admin.requests
+    drain, cancel, cancel_all, _, _, level, shutdown = server.admin.requests
     assert drain.HasField("lame_duck")
     assert (drain.timeout.seconds, drain.reason) == (2, "test")
     assert list(cancel.ids.ids) == ["r1"]

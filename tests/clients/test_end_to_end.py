@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -70,6 +71,24 @@ def wait_until_idle(operator: AdminClient) -> None:
         assert time.monotonic() < deadline, "a request is still alive"
         time.sleep(0.02)
     assert operator.load().kv_blocks_used == 0
+
+
+def test_what_was_computed_is_reused_until_the_cache_is_flushed(client: PicoClient, operator: AdminClient) -> None:
+    prompt, alone = "It was the best of times, it was the worst of times. " * 4, {"cache_salt": "times"}
+
+    def ask(**options: Any) -> pb.GenerateResponse:
+        return client.generate(prompt, temperature=0, max_tokens=8, **(alone | options))
+
+    first, again, bypassed = ask(), ask(), ask(bypass_prefix_cache=True)
+    assert [reply.usage.cached_prompt_tokens > 0 for reply in (first, again, bypassed)] == [False, True, False]
+    assert {reply.outputs[0].text for reply in (first, again, bypassed)} == {first.outputs[0].text}
+    wait_until_idle(operator)
+    reusable = operator.load().kv_blocks_reusable
+    assert reusable > 0
+    flushed = operator.flush_cache()
+    assert (flushed.kv_blocks_freed, flushed.kv_blocks_held) == (reusable, 0)
+    assert operator.load().kv_blocks_reusable == 0
+    assert ask().usage.cached_prompt_tokens == 0
 
 
 def test_stream_and_generate_say_the_same(client: PicoClient) -> None:
@@ -182,7 +201,10 @@ def test_the_command_against_the_server(served: Served, capsys: pytest.CaptureFi
     address, operators = ["--address", served.inference], ["--admin-address", served.admin]
     assert cli.main(["generate", "Once", "--max-tokens", "3", "--seed", "1", "--stats", *address]) == 0
     assert "3 generated" in capsys.readouterr().err
-    for command in (["info", *address], ["status", *operators], ["load", *operators], ["requests", *operators]):
+    for command in (["info", *address], *([name, *operators] for name in ("status", "load", "requests", "flush"))):
         assert cli.main(command) == 0
         assert cli.main([*command, "--json"]) == 0
-    assert "LlamaForCausalLM" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "LlamaForCausalLM" in out
+    assert "features       chat, prefix_cache" in out
+    assert "KV blocks freed, 0 held by live requests" in out
