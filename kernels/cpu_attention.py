@@ -23,7 +23,7 @@ def paged_prefill_attention(
     scale: float,
     out_TND: Tensor,
 ) -> None:
-    """As the reference, for tensors that `kernels.cpu_linear` handles. The reference does short chunks and uneven heads."""
+    """As the reference, for what `kernels.cpu_linear` handles. The reference does short chunks and uneven heads."""
     if meta.heads is not None:
         reference.paged_prefill_attention(q_TND, k_cache, v_cache, meta, scale, out_TND)
         return

@@ -182,8 +182,10 @@ def prefill(
     contexts = tuple(context for context, _ in chunks)
     width = max(map(len, paged.tables)) + spare_blocks
     tables = [table + [paged.poison_block] * (width - len(table)) for table in paged.tables]
-    device_tensors = (torch.tensor(values, device=q.device) for values in (tables, starts, contexts))
-    meta = ops.PrefillMeta(*device_tensors, starts, contexts, paged.block_size, heads)
+    block_tables, query_starts, context_lens = (
+        torch.tensor(values, device=q.device) for values in (tables, starts, contexts)
+    )
+    meta = ops.PrefillMeta(block_tables, query_starts, context_lens, starts, contexts, paged.block_size, heads)
     out = torch.full(q.shape, 7.0, dtype=q.dtype, device=q.device)
     ops.paged_prefill_attention(q, paged.k_cache, paged.v_cache, meta, scale, out)
     return out

@@ -4,7 +4,7 @@ import pytest
 
 from tests.conftest import COLLECTED
 
-MINIMUM = {"clients": 50, "engine": 290, "kernels": 240, "service": 240, "tooling": 30}
+MINIMUM = {"clients": 65, "engine": 650, "kernels": 1000, "service": 360, "tooling": 70}
 
 
 def test_enough_tests_are_collected(request: pytest.FixtureRequest) -> None:
