@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 IDLE_WAKE = 1.0
 SWITCH_INTERVAL = 2e-4  # s; the default of 5 ms lets the writer thread stall a 1 ms step
 _RECEIVE_BYTES = 1 << 20
+_READ_AT_MOST = 1e-3  # s, between two steps
 _COLLECT_AFTER = 50_000  # net new objects
 
 
@@ -161,14 +162,21 @@ class EngineServer:
         return deadline is not None and deadline <= time.monotonic()
 
     def _receive(self, timeout: float) -> bool:
-        """Handles every command that is here; waits at most ``timeout`` for the first. False = the end."""
+        """Handles every command that is here; waits at most ``timeout`` for the first. False = the end.
+
+        Fronts that never pause do not keep the engine from its steps: the rest is read after the next one.
+        """
+        read_until: float | None = None
         while readable := select.select([front.socket for front in self._fronts], [], [], timeout)[0]:
             for front in [front for front in self._fronts if front.socket in readable]:
                 if not self._read(front):
                     if front is self._control:
                         return False
                     self._lose(front)
-            timeout = 0.0
+            timeout, now = 0.0, time.monotonic()
+            read_until = read_until or now + _READ_AT_MOST
+            if now > read_until:
+                return True
         self._refuse_duplicates()
         return True
 
