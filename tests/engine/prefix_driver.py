@@ -93,6 +93,7 @@ def _path(node: Node) -> list[int]:
 
 
 def _copy(pool: list[list[int]], copies: list[tuple[int, int]]) -> None:
+    assert all(block >= 0 for copy in copies for block in copy)
     content = [list(pool[source]) for source, _ in copies]
     for (_, destination), numbers in zip(copies, content, strict=True):
         pool[destination] = numbers

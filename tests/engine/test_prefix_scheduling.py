@@ -274,13 +274,14 @@ def test_nan_logits_leave_alone_what_others_hold_or_went_on_from() -> None:
 
 
 def test_forks_share_the_hit_and_copy_the_block_they_part_in() -> None:
-    driver = PrefixDriver(token=own_token)
+    driver = PrefixDriver(depth=2, token=own_token)
     driver.finish("a", A[:16])
     request = driver.ask("b", A[:14] + B[:4], max_tokens=6, n=3)
     plan = driver.step()
     assert rows(plan) == [("b", 14, 4, 3)]
     assert plan is not None
     assert len(plan.copies) == 1
+    assert all(output.prefix is not None for output in request.outputs), "before anything is committed"
     plan = driver.step()
     assert plan is not None
     assert len(plan.copies) == 2
@@ -382,9 +383,24 @@ def test_what_a_resumed_request_generates_is_known_even_if_its_last_prefill_toke
     driver.scheduler._preempt(request.outputs[0])
     driver.cache.flush()
     assert rows(driver.step()) == [("a", 0, 17, 0)]
+    assert driver.known(A[:9] + answer(request), b"a") == 16, "known anew"
     assert rows(driver.step()) == [("a", 17, 1, 1)]
     driver.run()
     assert driver.known(A[:9] + answer(request), b"a") == 36
+
+
+def test_a_row_in_flight_does_not_count_for_the_blocks_of_who_has_resumed() -> None:
+    driver = PrefixDriver(budget=10, depth=2, token=own_token)
+    request = driver.ask("a", A[:40], max_tokens=2)
+    for _ in range(2):
+        driver.step()
+    driver.scheduler._preempt(request.outputs[0])
+    driver.cache.flush()
+    assert rows(driver.step()) == [("a", 0, 10, 0)]
+    assert driver.known(A[:40]) == 0
+    driver.step()
+    assert driver.known(A[:40]) == 8
+    driver.run()
 
 
 # -- pressure -------------------------------------------------------------------------------------------------------
@@ -398,6 +414,17 @@ def test_the_least_recently_used_goes_first() -> None:
     assert cached(driver, "d") == 11
     driver.finish("e", B[50:66])
     assert [driver.known(tokens) for tokens in (A[:12], B[:12], A[50:62], B[50:66])] == [12, 0, 12, 16]
+
+
+def test_a_decoding_output_takes_what_is_only_cached_before_anybody_is_preempted() -> None:
+    driver = PrefixDriver(num_blocks=12, token=own_token)
+    for name, tokens in (("a", A[:12]), ("b", B[:12])):
+        driver.finish(name, tokens)
+    for name, start in (("c", 20), ("d", 50)):
+        driver.ask(name, A[start : start + 10], max_tokens=12)
+    driver.run()
+    assert driver.scheduler.num_preemptions == 0
+    assert driver.known(A[:12]) + driver.known(B[:12]) < 24
 
 
 def test_a_lookup_that_finds_no_room_is_no_hit_and_leaves_nothing_held() -> None:

@@ -372,8 +372,10 @@ def test_lock_and_unlock_are_use_of_the_whole_chain_and_of_nothing_else() -> Non
     assert (held.used, leaf.used) == (2, 0)
     tree.lock(leaf)
     assert (held.used, leaf.used) == (3, 3)
+    other, _ = insert(tree, numbers(50, 4), [5])
+    tree.lock(other)
     upper, _ = insert(tree, numbers(0, 12), [0, 1, 9])
-    assert (upper.used, upper.locks) == (3, 1), "a split copies the use, too"
+    assert (tree.clock, upper.used, upper.locks) == (4, 3, 1), "a split copies the use, too"
 
 
 # -- against lists --------------------------------------------------------------------------------------------------
