@@ -65,7 +65,10 @@ class Known:
 
 @dataclass(eq=False)
 class Holder:
-    """Someone who computes: ``written`` of its ``tokens``, of which ``known`` whole blocks are in the cache."""
+    """Someone who computes: ``written`` of its ``tokens``, of which it holds ``known`` whole blocks in the cache.
+
+    ``is_cut_off``: a flush forgot what it held.
+    """
 
     root: bytes
     tokens: list[int]
@@ -73,6 +76,12 @@ class Holder:
     held: HeldPrefix | None
     written: int
     known: int = 0
+    is_cut_off: bool = False
+
+    def holds(self, size: int) -> set[tuple[bytes, Prefix]]:
+        """The prefixes that are locked for it."""
+        count = 0 if self.is_cut_off else self.known
+        return {(self.root, tuple(self.tokens[: (i + 1) * size])) for i in range(count)}
 
 
 class PrefixMachine(RuleBasedStateMachine):
@@ -157,7 +166,8 @@ class PrefixMachine(RuleBasedStateMachine):
         if holder.written == len(holder.tokens):
             held = self.cache.fork(holder.held) if holder.held is not None else None
             kv = holder.kv.fork()
-            self.holders.append(Holder(holder.root, list(holder.tokens), kv, held, holder.written, holder.known))
+            twin = Holder(holder.root, list(holder.tokens), kv, held, holder.written, holder.known, holder.is_cut_off)
+            self.holders.append(twin)
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data(), end=st.sampled_from(["insert", "insert", "insert", "release", "discard"]))
@@ -170,8 +180,9 @@ class PrefixMachine(RuleBasedStateMachine):
         self.holders.remove(holder)
         holder.kv.release()
         if holder.held is not None and end == "discard":
+            expected = self._known_to(holder)
             self.cache.discard(holder.held)
-            self._follow()
+            assert set(self._follow()) == expected
         elif holder.held is not None:
             self.cache.release(holder.held)
 
@@ -192,8 +203,7 @@ class PrefixMachine(RuleBasedStateMachine):
         assert not self.cache.check(self._holds())
         self._follow()
         for holder in self.holders:
-            if holder.held is not None:
-                holder.known = NUM_BLOCKS  # nothing more becomes known of it
+            holder.is_cut_off = holder.held is not None
 
     # -- what must hold -----------------------------------------------------------------------------------------
 
@@ -201,6 +211,13 @@ class PrefixMachine(RuleBasedStateMachine):
     def everything_adds_up(self) -> None:
         if hasattr(self, "model"):
             self._check(self._holds(), self._tables())
+
+    @invariant()
+    def what_nobody_holds_can_be_evicted(self) -> None:
+        if hasattr(self, "model"):
+            held = set().union(*(holder.holds(self.size) for holder in self.holders))
+            assert held <= self.model.blocks.keys()
+            assert self.cache.num_cached_blocks == len(self.model.blocks) - len(held)
 
     @invariant()
     def every_block_holds_what_its_readers_expect(self) -> None:
@@ -251,10 +268,22 @@ class PrefixMachine(RuleBasedStateMachine):
             pairs = zip(holder.kv.blocks[:whole], other.kv.blocks, strict=False)
             same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(whole, len(other.kv.blocks)))
             if same > other.known:
-                self.model.insert(other.root, other.tokens, other.kv.blocks[:same])
+                if not other.is_cut_off:
+                    self.model.insert(other.root, other.tokens, other.kv.blocks[:same])
                 key = token_bytes(other.tokens[: same * self.size])
                 other.held = self.cache.insert(other.held, other.root, key, other.kv.blocks[:same])
                 other.known = same
+
+    def _known_to(self, holder: Holder) -> set[int]:
+        """Blocks at the end of what a holder, who has left, held, that nobody else holds or has gone on from."""
+        needed = set().union(*(other.holds(self.size) for other in self.holders))
+        found: set[int] = set()
+        for root, prefix in sorted(holder.holds(self.size), reverse=True):
+            longer = sum(key[0] == root and key[1][: len(prefix)] == prefix for key in self.model.blocks) - 1
+            if (root, prefix) in needed or longer > len(found):
+                break
+            found.add(self.model.blocks[root, prefix])
+        return found
 
     def _make_room(self, count: int) -> bool:
         missing = count - self.manager.num_free
