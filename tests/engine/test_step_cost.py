@@ -163,7 +163,11 @@ def make_engine(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> MakeEngine:
         monkeypatch.setattr(engine.engine, "time", SimpleNamespace(monotonic=clock.monotonic))
         made = Engine(
             EngineConfig(
-                model=str(model_dir), max_inter_token_ms=bound, pipeline_depth=depth, max_num_batched_tokens=8192
+                model=str(model_dir),
+                max_inter_token_ms=bound,
+                pipeline_depth=depth,
+                max_num_batched_tokens=8192,
+                prefix_cache=False,
             )
         )
         made._runner = PretendRunner(clock, synchronous)  # type: ignore[assignment]
