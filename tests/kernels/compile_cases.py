@@ -33,9 +33,10 @@ from kernels.gpu import cache
 from kernels.gpu.launch import wait_for_earlier_kernels
 from scripts.make_shape_model import write_shape
 from tests.engine.driver import Driver
-from tests.kernels.offline import Launches, Stream, compile_all, pretend
+from tests.kernels.offline import Launches, Stream, Variant, compile_all, pretend
 
 BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN = 2048, 16, 4096
+SAMPLING = "kernels.gpu.sampling"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +55,12 @@ class Start:
 
 
 # One shape with all there is; of the others what depends on the shape. More than 64 rows use cuBLAS.
-ALL = ("warm-up", "decode-1", "decode-8", "decode-32", "decode-64", "decode-128", "prefill-16", "prefill-512")
+ALL = ("warm-up", "decode-1", "decode-8", "decode-32", "decode-64", "decode-128", "prefill-16")
 SOME = ("decode-1", "decode-64")
 MODELS = (
     Start("qwen2.5-1.5b", "bfloat16", ALL, sampling=True, max_num_seqs=128),
     Start("smollm2-135m", "bfloat16", ("warm-up", *SOME)),
-    Start("smollm2-135m", "float32", (*SOME, "prefill-512")),
+    Start("smollm2-135m", "float32", ("decode-1", "decode-8", "prefill-512")),
     Start("qwen2.5-0.5b", "bfloat16", SOME),
     Start("qwen2.5-7b", "bfloat16", (*SOME, "prefill-512")),
     Start("llama-3.2-1b", "bfloat16", SOME),
@@ -102,6 +103,8 @@ BATCHES: dict[str, tuple[dict[str, Any], ...]] = {
     "processed": (NOISE | PROCESSED,),
     "processed-filters": (FILTERS | PROCESSED,),
 }
+# Not batches of requests: prompt chunks of every size there is, and of one there is not.
+PADDED, UNPADDED = "padded", "unpadded"
 
 
 class NoWeights(Checkpoint):
@@ -160,7 +163,7 @@ def start(launches: Launches, model: Start) -> dict[str, list[str]]:
             runner.warm_up()
         keys = launches.take()
         if not model.sampling:
-            keys = [key for key in keys if not key.startswith("kernels.gpu.sampling")]
+            keys = [key for key in keys if not launches.variants[key].module.startswith(SAMPLING)]
         parts[f"{model.shape}-{model.dtype}-{part}"] = keys
     return parts
 
@@ -191,6 +194,7 @@ class Serving(Driver):
         return super()._result(plan)
 
 
+@torch.inference_mode()
 def serve(launches: Launches, engine: Served) -> dict[str, list[str]]:
     """The forms that batches of each kind need and the start did not compile."""
     model = model_of(engine.shape, torch.bfloat16, vocab_size=SERVED_VOCABULARY)
@@ -210,12 +214,17 @@ def serve(launches: Launches, engine: Served) -> dict[str, list[str]]:
                 serving.add(f"{number}", length, its.max_tokens or 1, its.n, params=its)
             serving.run()
         new[kind] = [launches.variants[key].form for key in sorted(set(launches.take()) - compiled)]
-    # What the padding is for.
-    odd = PrefillShape(17, 3, 3)
-    with torch.inference_mode():
-        runner._prefill.forward(PrefillInputs.of(runner._prefill.padding(odd), odd))
-    new["unpadded"] = [launches.variants[key].form for key in sorted(set(launches.take()) - compiled)]
+    for kind, shapes in _shapes(runner, budget).items():
+        for of in shapes:
+            runner._prefill.forward(PrefillInputs.of(runner._prefill.padding(of), of))
+        new[kind] = [launches.variants[key].form for key in sorted(set(launches.take()) - compiled)]
     return {f"{engine.name}-{kind}": forms for kind, forms in new.items()}
+
+
+def _shapes(runner: CudaRunner, budget: int) -> dict[str, list[PrefillShape]]:
+    """All that eager batches are padded to, and one that they never have."""
+    padded = {runner._prefill.eager_shape(tokens) for tokens in range(1, budget + 1)}
+    return {PADDED: sorted(padded, key=lambda shape: shape.tokens), UNPADDED: [PrefillShape(17, 3, 3)]}
 
 
 def _lengths(kind: str, max_num_seqs: int, budget: int) -> Iterable[list[int]]:
@@ -223,9 +232,9 @@ def _lengths(kind: str, max_num_seqs: int, budget: int) -> Iterable[list[int]]:
     yield from ([tokens] for tokens in (1, 2, 3, 15, 16, 17, 31, 32, 33, 34))
     yield from ([3] * sequences for sequences in (2, 3, 4, 7, 8, 9, 10, 11, max_num_seqs))
     draw = random.Random(kind)
-    for _ in range(12):
-        longest = draw.choice([20, 200, 2 * budget])
-        yield [draw.randint(1, longest) for _ in range(draw.randint(1, max_num_seqs))]
+    for _ in range(8):
+        longest = draw.choice([20, 200, budget])
+        yield [draw.randint(1, longest) for _ in range(draw.randint(1, min(max_num_seqs, 4 * budget // longest)))]
 
 
 # -- kernels that are wrong ---------------------------------------------------------------------------------------
@@ -312,6 +321,11 @@ def wrong(launches: Launches) -> dict[str, list[str]]:
     return {"wrong": launches.take()}
 
 
+def _kind(key: str, variant: Variant) -> str:
+    """Of forms of one kind one is compiled: those of sampling may differ in alignment and in the type of slots."""
+    return f"{variant.name}{variant.constants}" if variant.module.startswith(SAMPLING) else key
+
+
 def _linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     return x_TI.new_empty((len(x_TI), len(weight_OI)))
 
@@ -332,12 +346,13 @@ def main() -> None:
     served: dict[str, list[str]] = {}
     for engine in SERVED:
         served |= serve(launches, engine)
-    keys = list(dict.fromkeys(key for of in cases.values() for key in of))
-    kernels = compile_all(launches.variants[key] for key in keys)
-    numbers = {key: number for number, key in enumerate(keys)}
+    alike: dict[str, str] = {}  # one key for each of those to compile
+    keys = {key: alike.setdefault(_kind(key, launches.variants[key]), key) for of in cases.values() for key in of}
+    kernels = compile_all(launches.variants[key] for key in alike.values())
+    numbers = {key: number for number, key in enumerate(alike.values())}
     content = {
         "kernels": [asdict(kernel) for kernel in kernels],
-        "cases": {case: [numbers[key] for key in of] for case, of in cases.items()},
+        "cases": {case: [numbers[keys[key]] for key in of] for case, of in cases.items()},
         "served": served,
     }
     Path(sys.argv[1]).write_text(json.dumps(content), encoding="utf-8")

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from _pytest.mark import ParameterSet
 
-from tests.kernels.compile_cases import BATCHES, MODELS, SERVED, Served
+from tests.kernels.compile_cases import BATCHES, MODELS, PADDED, SERVED, UNPADDED, Served
 from tests.kernels.offline import Kernel
 from tests.kernels.ptx import UNKNOWN, dependent_launch
 
@@ -182,7 +182,7 @@ def served(engine: Served, kind: str) -> ParameterSet:
     return pytest.param(f"{engine.name}-{kind}", marks=marks)
 
 
-@pytest.mark.parametrize("case", [served(engine, kind) for engine in SERVED for kind in BATCHES])
+@pytest.mark.parametrize("case", [served(engine, kind) for engine in SERVED for kind in (*BATCHES, PADDED)])
 def test_nothing_is_compiled_while_requests_wait(compiled: Compiled, case: str) -> None:
     """Batches of many numbers of tokens and sequences need no form of a kernel that the start did not compile."""
     new = compiled.served[case]
@@ -191,7 +191,7 @@ def test_nothing_is_compiled_while_requests_wait(compiled: Compiled, case: str) 
 
 @pytest.mark.parametrize("engine", [engine.name for engine in SERVED])
 def test_a_batch_that_is_not_padded_would_be(compiled: Compiled, engine: str) -> None:
-    assert compiled.served[f"{engine}-unpadded"]
+    assert compiled.served[f"{engine}-{UNPADDED}"]
 
 
 # -- the checks themselves --------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ def test_a_wrong_kernel_is_noticed(compiled: Compiled, name: str) -> None:
 
 def test_products_of_threads_are_noticed(compiled: Compiled) -> None:
     """Those of float32, for want of a way to have them in bfloat16."""
-    products = [kernel for kernel in compiled.cases["smollm2-135m-float32-decode-64"] if kernel.name in PRODUCTS]
+    products = [kernel for kernel in compiled.cases["smollm2-135m-float32-decode-8"] if kernel.name in PRODUCTS]
     assert products
     assert all(kernel.thread_products and not kernel.tensor_core for kernel in products)
     assert all(multiplies_without_tensor_cores(kernel) for kernel in products)
