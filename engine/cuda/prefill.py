@@ -18,6 +18,7 @@ from engine.plan import PlanRow, Sample
 from engine.sampling_state import upload
 from kernels import ops
 from kernels.gpu import prefill_attention
+from kernels.gpu.cache import FEW_TOKENS
 from kernels.reference.step import DecodeRows
 
 # Graphs pay below this: beyond, the GPU is busy for longer than the launches take. Padding stays below 2x.
@@ -158,13 +159,14 @@ class Prefill:
         return PrefillShape(-(-tokens // TOKEN_STEP) * TOKEN_STEP, self._eager_sequences, self._eager_sequences)
 
     def warm_up_tokens(self, max_tokens: int) -> list[int]:
-        """One number of tokens for each form that attention takes in eager batches, the largest first."""
+        """One number of tokens for each form that kernels take in eager batches, the largest first."""
         config = self._model.config
         forms: dict[object, int] = {}
         for tokens in range(TOKEN_STEP, max_tokens + TOKEN_STEP, TOKEN_STEP):
             dtype = self._kv_cache.dtype
             tile = prefill_attention.choose_tile(dtype, tokens, config.num_heads, config.head_dim)
-            forms[tile, prefill_attention.choose_splits(tile, tokens, config.num_heads)] = tokens
+            splits = prefill_attention.choose_splits(tile, tokens, config.num_heads)
+            forms[tile, splits, tokens <= FEW_TOKENS] = tokens
         return sorted(forms.values(), reverse=True)
 
     def padding(self, shape: PrefillShape) -> Tensor:

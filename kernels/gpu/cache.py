@@ -16,7 +16,7 @@ from kernels.gpu.launch import next_power_of_2, pdl_options, wait_for_earlier_ke
 from kernels.reference.cache import HeadNorms
 
 # Up to so many tokens a program of `rope_and_store` has one head, for the latency; beyond, many, for the throughput.
-_FEW_TOKENS = 32
+FEW_TOKENS = 32
 # Elements of a program that has many heads.
 _TILE = 2048
 
@@ -67,7 +67,7 @@ def rope_and_store(
     assert out.stride(-1) == 1
     if T:
         half = next_power_of_2(D // 2)
-        heads = 1 if T <= _FEW_TOKENS else min(next_power_of_2(A), max(_TILE // (2 * half), 1))
+        heads = 1 if T <= FEW_TOKENS else min(next_power_of_2(A), max(_TILE // (2 * half), 1))
         q_norm, k_norm, eps = (head_norms.q_D, head_norms.k_D, head_norms.eps) if head_norms else (None, None, 0.0)
         _rope_and_store_kernel[(T, -(-A // heads))](
             qkv_TAD, bias_A, cos_sin_TD, q_norm, k_norm, out, k_cache, v_cache, slots_T, eps, part_stride,

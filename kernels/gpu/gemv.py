@@ -105,6 +105,9 @@ def _ahead(inner: int, tile: GemvTile) -> int:
     return min(tile.ahead, triton.cdiv(inner, tile.k))
 
 
+# In static loops (a + b - 1) // b stands for `tl.cdiv`, which is no constant to Triton 3.6.
+
+
 @triton.jit
 def _weights(w, r_ok, k0, K: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr):
     """A tile of weights at ``w`` (pointers to [ROWS, BK] at column k0); they are read once, so they go first."""
@@ -136,7 +139,7 @@ def _normed_products(
     wait_for_earlier_kernels(PDL)
     acc_a, acc_b = tl.zeros((ROWS, BK), tl.float32), tl.zeros((ROWS, BK), tl.float32)
     squares = tl.zeros((BK,), tl.float32)
-    for j in tl.static_range(tl.cdiv(H, BK)):
+    for j in tl.static_range((H + BK - 1) // BK):
         if (j + AHEAD) * BK < H:
             a += (_weights(w_a, r_ok, (j + AHEAD) * BK, H, BK, EVEN),)
             b += (_weights(w_b, r_ok, (j + AHEAD) * BK, H, BK, EVEN),)
@@ -210,7 +213,7 @@ def _gemv_add(
     wait_for_earlier_kernels(PDL)
     acc = tl.zeros((ROWS, BK), tl.float32)
     residual = tl.load(x + r, mask=r_ok, other=0.0).to(tl.float32)
-    for j in tl.static_range(tl.cdiv(I, BK)):
+    for j in tl.static_range((I + BK - 1) // BK):
         if (j + AHEAD) * BK < I:
             wt += (_weights(rows, r_ok, (j + AHEAD) * BK, I, BK, EVEN),)
         acc += wt[j].to(tl.float32) * _inputs(a, j * BK, I, BK)[None, :]
@@ -256,7 +259,7 @@ def _norm_head(
     wait_for_earlier_kernels(PDL)
     acc = tl.zeros((ROWS, BK), tl.float32)
     squares = tl.zeros((BK,), tl.float32)
-    for j in tl.static_range(tl.cdiv(H, BK)):
+    for j in tl.static_range((H + BK - 1) // BK):
         if (j + AHEAD) * BK < H:
             wt += (_weights(rows, r_ok, (j + AHEAD) * BK, H, BK, EVEN),)
             gamma += (_inputs(norm, (j + AHEAD) * BK, H, BK),)

@@ -89,8 +89,9 @@ def finish_cuts(rows: Rows, slots_R: Tensor, state: SamplingTensors) -> None:
     """
     R, V = rows.logits_RV.shape
     B, device = triton.cdiv(V, BLOCK), slots_R.device
-    bounds = torch.empty((PASSES + 1, R, 2), dtype=torch.int32, device=device)
-    levels = torch.empty((PASSES + 1, R, 2), dtype=torch.float32, device=device)
+    # An even number of rows: every pass begins at a multiple of 16 bytes, or Triton makes kernels of two kinds.
+    bounds = torch.empty((PASSES + 1, R + R % 2, 2), dtype=torch.int32, device=device)
+    levels = torch.empty((PASSES + 1, R + R % 2, 2), dtype=torch.float32, device=device)
     thresholds = torch.empty((PASSES, R, THRESHOLDS), dtype=torch.int32, device=device)
     sums = torch.empty((PASSES, R, B, THRESHOLDS), dtype=torch.float32, device=device)
     limits = (slots_R, state.top_k_S, state.top_p_S)
