@@ -39,7 +39,12 @@ class OutputPrefixes:
         stats.copies += hit is not None and hit.partial is not None
 
     def written(self, output: Output) -> None:
-        """Make known what is written and committed of an output; whole blocks that are not known yet."""
+        """Make known what is written and committed of an output; whole blocks that are not known yet.
+
+        Nothing of outputs seated before a flush, nor of their forks: some hold the same blocks, others do not.
+        """
+        if output.seated_at_flush != self.cache.num_flushes:
+            return
         request, cache = output.request, output.cache
         whole = output.num_kept_tokens // self._block_size
         if cache is None or request.cache_root is None or whole <= output.num_known_blocks:
@@ -50,6 +55,7 @@ class OutputPrefixes:
 
     def fork(self, parent: Output, fork: Output) -> None:
         """A fork holds what its parent holds."""
+        fork.seated_at_flush = parent.seated_at_flush
         if parent.prefix is not None:
             fork.prefix = self.cache.fork(parent.prefix)
             fork.num_known_blocks = parent.num_known_blocks

@@ -52,6 +52,7 @@ class PrefixCache:
     def __init__(self, manager: BlockManager, partial_tokens: int = 4, policy: EvictionPolicy | None = None) -> None:
         self.stats = PrefixCacheStats()
         self.num_cached_blocks = 0  # in the tree, and held by nobody
+        self.num_flushes = 0
         self._manager = manager
         self._tree = RadixTree(manager.block_size, partial_tokens)
         self._policy = policy or LeastRecentlyUsed()
@@ -135,6 +136,7 @@ class PrefixCache:
     def flush(self) -> int:
         """Forget everything. What is held stays with its holders and is freed when they leave. Returns blocks freed."""
         before = self._manager.num_free
+        self.num_flushes += 1
         self._manager.release(self._tree.forget())
         self._size = self.num_cached_blocks = 0
         return self._manager.num_free - before

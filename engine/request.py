@@ -107,6 +107,7 @@ class Output:
         self.slot = -1
         self.cache: PagedKVCache | None = None
         self.prefix: HeldPrefix | None = None
+        self.seated_at_flush = 0  # how many flushes the prefix cache had seen when it got its blocks
         self.num_known_blocks = 0  # of its own, from the first, in the prefix cache
         self.num_written_tokens = 0  # whose KV is written and committed; grows no more once it decodes
         self.num_prefill_tokens = 0  # to be written before it decodes, since it was seated

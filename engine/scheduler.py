@@ -260,6 +260,8 @@ class Scheduler:
     def _give_blocks(self, output: Output, plan: StepPlan, hit: PrefixHit | None) -> None:
         """Blocks for all its known tokens: known ones, and of a partly equal one a copy."""
         start, source = 0, None
+        if self.prefixes is not None:
+            output.seated_at_flush = self.prefixes.cache.num_flushes
         if hit is not None:
             output.prefix, output.num_known_blocks = hit.held, len(hit.blocks)
             start = len(hit.blocks) * self.manager.block_size

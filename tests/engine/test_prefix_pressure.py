@@ -232,10 +232,24 @@ def test_after_a_flush_no_block_counts_as_cached_that_somebody_has(n: int) -> No
     assert all(event.error is None for event in driver.events if isinstance(event, RequestDone))
 
 
-def test_who_had_nothing_known_at_a_flush_makes_it_known_afterwards() -> None:
+def test_who_was_seated_before_a_flush_makes_nothing_known_after_it() -> None:
     driver = PrefixDriver(depth=2, token=own_token)
     driver.ask("a", A[:16], max_tokens=3, n=2)
     driver.step()
     driver.cache.flush()
     driver.run()
+    assert driver.known(A[:16]) == 0
+    driver.ask("b", A[:16], max_tokens=3)
+    driver.run()
     assert driver.known(A[:16]) == 16
+
+
+def test_a_flush_between_the_chunks_of_a_prompt_that_has_forked() -> None:
+    """The parent held what its first chunk made known, the fork, made before that was committed, did not."""
+    driver = PrefixDriver(16, 2, 5, 9, 2, own_token)
+    driver.ask("a", A[:13], max_tokens=4, n=2)
+    driver.step()
+    driver.step()
+    driver.cache.flush()
+    driver.run()
+    assert driver.cache.num_blocks == 0
