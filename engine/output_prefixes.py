@@ -17,12 +17,15 @@ class OutputPrefixes:
 
         Nothing for prompts below one block, and where the prompt's own logits are wanted: cached positions have none.
         """
+        root = output.request.cache_root
+        if root is None or not self._looks_up(output):
+            return None
+        return self.cache.take(root, _tokens(output)[:-TOKEN_BYTES])
+
+    def _looks_up(self, output: Output) -> bool:
         request = output.request
-        if request.cache_root is None or output.num_tokens <= self._block_size:
-            return None
-        if request.params.prompt_logprobs is not None or request.max_tokens == 0:
-            return None
-        return self.cache.take(request.cache_root, _tokens(output)[:-TOKEN_BYTES])
+        wants_logits = request.params.prompt_logprobs is not None or request.max_tokens == 0
+        return request.cache_root is not None and output.num_tokens > self._block_size and not wants_logits
 
     def give_back(self, hit: PrefixHit | None) -> None:
         """Undo `take`: the output was not admitted."""
@@ -32,8 +35,9 @@ class OutputPrefixes:
     def count(self, output: Output, hit: PrefixHit | None, hit_tokens: int) -> None:
         """An output was admitted for the first time."""
         stats = self.cache.stats
-        stats.lookups += output.request.cache_root is not None
-        stats.looked_up_tokens += len(output.request.prompt) if output.request.cache_root is not None else 0
+        if self._looks_up(output):
+            stats.lookups += 1
+            stats.looked_up_tokens += len(output.request.prompt)
         stats.hits += hit_tokens > 0
         stats.hit_tokens += hit_tokens
         stats.copies += hit is not None and hit.partial is not None

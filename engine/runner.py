@@ -12,12 +12,10 @@ from engine.model.rope import cos_sin_table
 from engine.model.transformer import Transformer
 from engine.outputs import TokenLogprob
 from engine.plan import PlanRow, StepPlan
-from engine.sampler import Sampled, Sampler, logprob_records, sampled_logprobs
+from engine.sampler import Sampled, Sampler, logprob_records, pieces, sampled_logprobs
 from engine.sampling_state import SamplingState
 from kernels import ops
 
-# Rows of prompt logits made at once: bounds their memory to this many rows of the vocabulary.
-PROMPT_LOGITS_ROWS = 256
 PromptRecords = dict[int, tuple[TokenLogprob, ...]]
 
 
@@ -103,7 +101,7 @@ class Runner:
         request = row.output.request
         top = request.params.prompt_logprobs or 0
         records = [TokenLogprob(request.prompt[0], None, None)] if row.prompt_logprobs[0] == 0 else []
-        for rows, ids in zip(flat_rows.split(PROMPT_LOGITS_ROWS), token_ids.split(PROMPT_LOGITS_ROWS), strict=True):
-            if len(rows):
-                records += logprob_records(self._model.logits(hidden_TH.index_select(0, rows)), ids, top)
+        for piece in pieces(len(token_ids)):
+            logits_RV = self._model.logits(hidden_TH.index_select(0, flat_rows[piece]))
+            records += logprob_records(logits_RV, token_ids[piece], top)
         return tuple(records)

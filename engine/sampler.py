@@ -4,7 +4,7 @@ Nothing here waits for the device but what says so. What the host wants to know 
 and can be read once the step is over.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,6 +18,9 @@ from engine.sampling_state import SamplingState, upload
 from kernels import ops
 from kernels.ops import SamplingOut, SamplingStages
 from kernels.reference.sampling import NEVER
+
+# Rows of prompt logits made at once: bounds their memory to this many rows of the vocabulary.
+PROMPT_LOGITS_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +145,12 @@ def score(logits_RV: Tensor, token_ids_R: Tensor, top: int) -> LogprobTensors:
     on_device = (token_ids_R, chosen_R1.squeeze(1), ranks_R, top_RK, top_ids_RK)
     # To pinned memory: torch allocates it for a copy from a GPU that nothing waits for.
     return LogprobTensors(*(tensor.to("cpu", non_blocking=True) for tensor in on_device))
+
+
+def pieces(count: int) -> Iterator[slice]:
+    """``count`` rows of prompt logits, as many at once as their memory allows."""
+    for start in range(0, count, PROMPT_LOGITS_ROWS):
+        yield slice(start, min(start + PROMPT_LOGITS_ROWS, count))
 
 
 def sampled_logprobs(sampled: Sampled, samples: list[Sample]) -> list[TokenLogprob | None]:

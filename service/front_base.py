@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable
 from multiprocessing.connection import Connection
 
@@ -18,7 +19,7 @@ log = logging.getLogger(__name__)
 STOP_GRACE = 1.0
 
 
-class Front:
+class Front(ABC):
     """Builds what is common, and waits for the end."""
 
     def __init__(self, options: FrontProcessOptions, wiring: FrontWiring, supervisor: Connection) -> None:
@@ -37,9 +38,9 @@ class Front:
         self._runtime = Runtime(serve, tokenizer, self._engine, self._instance, self._registry)
         self._inference = inference_server(self._runtime)
 
+    @abstractmethod
     async def start(self) -> None:
         """Begins to answer. Raises `ConfigError` when it cannot listen."""
-        raise NotImplementedError
 
     async def serve(self) -> ExitCode:
         """Until the end; then closes the servers."""

@@ -19,7 +19,7 @@ from engine.model.transformer import Transformer
 from engine.outputs import TokenLogprob
 from engine.plan import PlanRow, Sample, StepPlan
 from engine.runner import allocate_kv
-from engine.sampler import LogprobTensors, Sampled, Sampler, sampled_logprobs, score
+from engine.sampler import LogprobTensors, Sampled, Sampler, pieces, sampled_logprobs, score
 from engine.sampling_params import MAX_LOGPROBS
 from engine.sampling_state import SamplingState, upload
 from kernels import ops
@@ -27,8 +27,6 @@ from kernels.ops import SamplingOut, SamplingStages
 
 # Pinned buffers that results arrive in: a step in flight, one being read, and one to spare.
 RESULT_BUFFERS = 3
-# Rows of prompt logits made at once: bounds their memory to this many rows of the vocabulary.
-PROMPT_LOGITS_ROWS = 256
 
 
 class CudaStep:
@@ -109,7 +107,7 @@ class CudaRunner:
                 shape = self._prefill.eager_shape(tokens)
                 inputs = PrefillInputs.of(self._prefill.padding(shape), shape)
                 hidden_TH, logits_BV = self._prefill.forward(inputs)
-                prompt_TH = hidden_TH[:PROMPT_LOGITS_ROWS]
+                prompt_TH = hidden_TH[next(pieces(len(hidden_TH)))]
                 score(self._model.logits(prompt_TH), inputs.token_ids_T[: len(prompt_TH)], MAX_LOGPROBS)
             score(logits_BV.clone(), inputs.sample_sequences_R, MAX_LOGPROBS)
             for stages in ALL_STAGES:
@@ -218,10 +216,9 @@ class CudaRunner:
         (ids,) = upload([np.array(request.prompt[predicted.start : predicted.stop], dtype=np.int64)], self._device)
         top = request.params.prompt_logprobs or 0
         parts = []
-        for start in range(0, len(ids), PROMPT_LOGITS_ROWS):
-            its_ids = ids[start : start + PROMPT_LOGITS_ROWS]
-            hidden = hidden_TH[flat_start + start : flat_start + start + len(its_ids)]
-            parts.append(score(self._model.logits(hidden), its_ids, top))
+        its_hidden = hidden_TH[flat_start : flat_start + len(ids)]
+        for piece in pieces(len(ids)):
+            parts.append(score(self._model.logits(its_hidden[piece]), ids[piece], top))
         opening = [TokenLogprob(request.prompt[0], None, None)] if first == 0 else []
         return _PromptLogprobs(opening, parts, top)
 

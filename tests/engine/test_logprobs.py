@@ -204,7 +204,7 @@ def test_prompt_logits_are_made_in_pieces(
     model_dir: Path, oracle: Oracle, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prompt longer than the rows of logits made at once gives the same records."""
-    monkeypatch.setattr("engine.runner.PROMPT_LOGITS_ROWS", 7)
+    monkeypatch.setattr("engine.sampler.PROMPT_LOGITS_ROWS", 7)
     for prompt in prompts_of([7, 8, 9, 50]):
         events = run(engine_of(model_dir, device), [prompt], [SamplingParams(max_tokens=1, prompt_logprobs=2)])
         check_prompt(events[0], prompt, 2, oracle)
