@@ -53,6 +53,7 @@ class PrefixCache:
         self.stats = PrefixCacheStats()
         self.num_cached_blocks = 0  # in the tree, and held by nobody
         self.num_flushes = 0
+        self.num_changes = 0  # of what can be found
         self._manager = manager
         self._tree = RadixTree(manager.block_size, partial_tokens)
         self._policy = policy or LeastRecentlyUsed()
@@ -91,6 +92,7 @@ class PrefixCache:
             return held
         node, known = self._tree.insert(root, tokens, list(blocks))
         new = list(blocks[known:])
+        self.num_changes += bool(new)
         self._manager.share(new)
         self._size += len(new)
         self.num_cached_blocks += len(new)
@@ -137,6 +139,7 @@ class PrefixCache:
         """Forget everything. What is held stays with its holders and is freed when they leave. Returns blocks freed."""
         before = self._manager.num_free
         self.num_flushes += 1
+        self.num_changes += 1
         self._manager.release(self._tree.forget())
         self._size = self.num_cached_blocks = 0
         return self._manager.num_free - before
@@ -170,6 +173,7 @@ class PrefixCache:
 
     def _remove(self, leaf: Node) -> Node | None:
         """Returns its parent when that can be removed next."""
+        self.num_changes += 1
         parent = self._tree.remove(leaf)
         self._manager.release(leaf.blocks)
         self._size -= len(leaf.blocks)

@@ -55,6 +55,7 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._refused: tuple[int, ...] = ()
 
     def add(self, request: Request) -> None:
         """Queue a new request; its first output stands for all of them until the prompt is computed."""
@@ -209,16 +210,27 @@ class Scheduler:
         while budget > 0 and self._free_slots and (output := self.waiting.peek()) is not None:
             if output.num_pending:
                 return
+            if self._refused == self._room(output):
+                return  # nothing has changed since it did not fit: it is not looked up again in every step
             hit = self.prefixes.take(output) if self.prefixes is not None else None
             if not self._fits(output, hit):
                 if self.prefixes is not None:
                     self.prefixes.give_back(hit)
+                self._refused = self._room(output)
                 return
             self.waiting.pop()
             self._seat(output, plan, hit)
             count = min(output.num_tokens - output.num_computed_tokens, budget)
             self._add_chunk(plan, output, count)
             budget -= count
+
+    def _room(self, output: Output) -> tuple[int, ...]:
+        """All that decides whether ``output`` fits. Equal numbers: the answer is the same."""
+        cache = self.prefixes.cache if self.prefixes is not None else None
+        known = (cache.num_cached_blocks, cache.num_changes) if cache is not None else ()
+        request = output.request
+        room = (self.manager.num_free, len(self._free_slots), len(self.running))
+        return (request.number, output.index, output.num_tokens, *room, *known)
 
     def _fits(self, output: Output, hit: PrefixHit | None) -> bool:
         """A seat for it and its forks, and blocks for all its known tokens, one more, and what its forks copy.

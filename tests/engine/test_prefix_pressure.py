@@ -1,8 +1,11 @@
 """Stories of prefixes under pressure: cancelled, preempted, evicted, flushed. Exact plans and counts, no model."""
 
+from itertools import pairwise
+
 import pytest
 
 from engine.outputs import FailReason, RequestDone
+from engine.prefix_cache import PrefixHit
 from tests.engine.driver import EOS
 from tests.engine.prefix_driver import PrefixDriver
 from tests.engine.test_prefix_scheduling import A, B, answer, cached, own_token, rows
@@ -253,3 +256,26 @@ def test_a_flush_between_the_chunks_of_a_prompt_that_has_forked() -> None:
     driver.cache.flush()
     driver.run()
     assert driver.cache.num_blocks == 0
+
+
+def test_a_request_that_does_not_fit_is_looked_up_once_until_something_changes() -> None:
+    driver = PrefixDriver(8, 2, 3, 32, 1, own_token)
+    driver.ask("a", A[:10], max_tokens=6)
+    driver.step()
+    driver.ask("b", B[:10], max_tokens=4)
+    looked_up: list[bytes] = []
+    take = driver.cache.take
+
+    def noted(root: bytes, tokens: bytes) -> PrefixHit | None:
+        looked_up.append(tokens)
+        return take(root, tokens)
+
+    driver.cache.take = noted  # type: ignore[method-assign]
+    free = [driver.manager.num_free]
+    while "a" not in driver.done():
+        driver.step()
+        free.append(driver.manager.num_free)
+    changes = sum(a != b for a, b in pairwise(free))
+    assert len(looked_up) <= changes + 2
+    driver.run()
+    assert set(driver.done()) == {"a", "b"}
